@@ -1,0 +1,107 @@
+"""Settings of an engine, in frozen sections. Each part receives its own section, never the whole.
+
+Flags, their help and their defaults are generated from these fields (config/args.py).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.errors import ConfigError
+
+
+def setting(default: Any, help: str) -> Any:
+    """A dataclass field with its help text."""
+    return field(default=default, metadata={"help": help})
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    dtype: str | None = setting(
+        None, "weights and K/V: float32, bfloat16, float16; default: checkpoint's"
+    )
+    state_dtype: str | None = setting(
+        None, "recurrent state at rest; default: checkpoint's, else float32"
+    )
+    served_name: str | None = setting(None, "name in /v1/models; default: folder name")
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    page_tokens: int = setting(16, "tokens of one page of K/V")
+    arena_mib: int = setting(512, "size of the arena on each rank, MiB")
+
+    def __post_init__(self) -> None:
+        _require(
+            self.page_tokens > 0 and self.page_tokens % 8 == 0,
+            f"page_tokens={self.page_tokens} is not a positive multiple of 8; use 16, 32, 64 or 128",
+        )
+        _require(self.arena_mib > 0, f"arena_mib={self.arena_mib}; expected at least 1")
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    max_num_seqs: int = setting(64, "sequences that run at once")
+    max_model_len: int | None = setting(
+        None, "prompt plus output tokens; default: model's, memory permitting"
+    )
+    budget_tokens: int = setting(2048, "tokens of one step; longer prompts are prefilled in chunks")
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs}; expected at least 1")
+        _require(self.budget_tokens > 0, f"budget_tokens={self.budget_tokens}; expected at least 1")
+        _require(
+            self.max_model_len is None or self.max_model_len > 1,
+            f"max_model_len={self.max_model_len}; expected at least 2",
+        )
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    tp: int = setting(1, "tensor-parallel size: worker processes that share the model")
+    threads: int = setting(0, "compute threads of each rank; 0: cores / ranks")
+
+    def __post_init__(self) -> None:
+        _require(self.tp > 0, f"tp={self.tp}; expected at least 1")
+        _require(self.threads >= 0, f"threads={self.threads}; expected 0 or more")
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    role: str = setting("both", "both, prefill or decode")
+    side_channel_host: str = setting("127.0.0.1", "address on which decode engines reach this one")
+    side_channel_port: int = setting(0, "port of the side channel; 0: any free one")
+    lease_s: float = setting(30.0, "how long a finished prefill waits for its reader")
+    deadline_s: float = setting(10.0, "how long a decode engine waits for state before it gives up")
+    on_failure: str = setting("recompute", "recompute or fail, when state cannot be read")
+
+    def __post_init__(self) -> None:
+        _require(
+            self.role in ("both", "prefill", "decode"),
+            f"role={self.role!r}; expected both, prefill or decode",
+        )
+        _require(
+            self.on_failure in ("recompute", "fail"),
+            f"on_failure={self.on_failure!r}; expected recompute or fail",
+        )
+        _require(
+            0 < self.deadline_s < self.lease_s,
+            f"deadline_s={self.deadline_s} must be positive and below lease_s={self.lease_s}: "
+            "a reader must give up before its lease ends",
+        )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All sections of one engine; `model` is the folder."""
+
+    model: str
+    model_options: ModelOptions = ModelOptions()
+    cache: CacheOptions = CacheOptions()
+    scheduler: SchedulerOptions = SchedulerOptions()
+    parallel: ParallelOptions = ParallelOptions()
+    transfer: TransferOptions = TransferOptions()

@@ -1,0 +1,1 @@
+"""When each request runs: admission, chunking, preemption, finishing. No torch, no tensors."""

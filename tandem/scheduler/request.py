@@ -1,0 +1,161 @@
+"""A request as clients state it (`SamplingParams`, `EngineRequest`) and as the scheduler tracks it (`Request`)."""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from tandem.errors import RequestError
+from tandem.state.ticket import Ticket, TokenLogprob
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens and when to stop. Plain data; `validate` refuses what cannot work.
+
+    `temperature == 0` is greedy. `top_k == 0` (or -1) is off. `seed` makes a request repeatable whatever its
+    neighbours. `max_tokens is None` means up to the model's length. `logprobs`: how many of the best tokens
+    to report at each place, besides the sampled one. Presence and frequency penalties count generated tokens,
+    the repetition penalty prompt and generated ones.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Raises RequestError naming the field, its value and what is expected."""
+        _range("n", self.n, 1, 128)
+        _range("temperature", self.temperature, 0, 100)
+        _range("top_p", self.top_p, 0, 1, open_low=True)
+        _range("top_k", self.top_k, -1, math.inf)
+        _range("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _range("seed", self.seed, -(2**63), 2**64 - 1)
+        _range("presence_penalty", self.presence_penalty, -2, 2)
+        _range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _range("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        if self.max_tokens is not None:
+            _range("max_tokens", self.max_tokens, 1, math.inf)
+        _range("min_tokens", self.min_tokens, 0, math.inf)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}", "min_tokens"
+            )
+        if self.logprobs is not None:
+            _range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if any(not text for text in self.stop):
+            raise RequestError("stop holds an empty string; remove it", "stop")
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token_id in ids:
+                if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+                    raise RequestError(
+                        f"{name} has token id {token_id}; expected 0..{(vocab_size or 0) - 1}", name
+                    )
+        for bias in self.logit_bias.values():
+            _range("logit_bias", bias, -100, 100)
+
+
+def _range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RequestError(f"{name}={value}; expected a finite number", name)
+    if not low <= value <= high or (open_low and value == low):
+        left = "(" if open_low else "["
+        raise RequestError(f"{name}={value}; expected a value in {left}{low}, {high}]", name)
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to continue (n = 1), as it enters an engine.
+
+    `hold`: stop after the first token and keep pages and slot under a lease (prefill engine). `ticket`: the
+    state of the prompt is read from a peer instead of computed (decode engine). `generated`: tokens that an
+    earlier engine produced for this request; they count as generated (penalties, max_tokens, seed positions)
+    and are not reported again.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    hold: bool = False
+    ticket: Ticket | None = None
+    generated: list[int] = []
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step added to a request. `logprobs` has one entry a token when they were asked for.
+
+    `finish_reason`: "stop" (end-of-sequence or stop token; `stop_token_id` says which), "length", "abort",
+    "error" (`error` says why); None while it runs. A held prefill finishes with its `ticket` and with
+    `finish_reason == "hold"`, unless its first token already ends the request.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    ticket: Ticket | None = None
+    num_prompt_tokens: int = 0
+
+
+class RequestState(Enum):
+    WAITING = "waiting"  # holds nothing
+    READING = "reading"  # holds pages and a slot that a peer's state is read into
+    RUNNING = "running"  # holds pages and a slot
+    FINISHED = "finished"
+
+
+@dataclass
+class Request:
+    """A sequence inside the scheduler.
+
+    Invariant: `num_computed` tokens of `prompt + output` have gone through the model exactly once, and the
+    slot holds the state after exactly that many. The next input is token `num_computed`.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int]
+    max_total_tokens: int  # prompt and output together; generation ends there with "length"
+    hold: bool = False
+    ticket: Ticket | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    state: RequestState = RequestState.WAITING
+    arrival: float = 0.0
+    num_preemptions: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens `[start, stop)` of prompt and output together."""
+        split = len(self.prompt_token_ids)
+        if stop <= split:
+            return self.prompt_token_ids[start:stop]
+        return (
+            self.prompt_token_ids[start:split]
+            + self.output_token_ids[max(start - split, 0) : stop - split]
+        )

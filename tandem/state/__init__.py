@@ -1,0 +1,1 @@
+"""What a sequence leaves behind: components, their bytes, how ranks share them. No torch."""

@@ -1,0 +1,52 @@
+"""The kinds of state: which components a mixer keeps. The one place where a kind is declared.
+
+A unit is what tensor parallelism never cuts (a head, a group). The unit axis is outermost, so that a rank's
+share of a component is one byte interval.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.model import AttentionConfig, Mamba2Config
+
+
+@dataclass(frozen=True)
+class Component:
+    """A named part of a page (`per_token`) or of a slot.
+
+    `unit_shape` of a per-token component is the shape of one token's share of one unit; in memory a page
+    holds, for each unit, `unit_shape[0]` runs of `page_tokens` rows (k rows, then v rows).
+    """
+
+    name: str
+    units: int
+    unit_shape: tuple[int, ...]
+    dtype: str
+    per_token: bool = False
+
+
+ComponentsOf = Callable[[Any, str, str], tuple[Component, ...]]
+
+
+def _attention(mixer: AttentionConfig, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    return (Component("kv", mixer.num_kv_heads, (2, mixer.head_dim), dtype, per_token=True),)
+
+
+def _mamba2(mixer: Mamba2Config, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    """Conv window by sub-projection, then the SSM state [heads, P, N] (Dao & Gu 2024)."""
+    taps = mixer.conv_kernel - 1
+    return (
+        Component("conv.x", mixer.num_heads, (mixer.head_dim, taps), dtype),
+        Component("conv.B", mixer.num_groups, (mixer.state_size, taps), dtype),
+        Component("conv.C", mixer.num_groups, (mixer.state_size, taps), dtype),
+        Component("ssm", mixer.num_heads, (mixer.head_dim, mixer.state_size), state_dtype),
+    )
+
+
+KINDS: dict[str, ComponentsOf] = {"attention": _attention, "mamba2": _mamba2}
+
+
+def components_of(mixer: Any, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    """The components that a mixer keeps, in memory order."""
+    return KINDS[mixer.kind](mixer, dtype, state_dtype)
