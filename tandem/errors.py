@@ -1,7 +1,7 @@
 """The tree of errors that users, peers and checkpoints can cause.
 
-A message states what was wrong, what was got, what was expected and what to do. `assert` is kept for what
-only a bug of ours can break.
+A message states what was wrong, what was got, what was expected and what to do. `assert` is kept
+for what only a bug of ours can break.
 """
 
 

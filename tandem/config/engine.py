@@ -38,7 +38,7 @@ class CacheOptions:
     def __post_init__(self) -> None:
         _require(
             self.page_tokens > 0 and self.page_tokens % 8 == 0,
-            f"page_tokens={self.page_tokens} is not a positive multiple of 8; use 16, 32, 64 or 128",
+            f"page_tokens={self.page_tokens} is no positive multiple of 8; use 16, 32, 64 or 128",
         )
         _require(self.arena_mib > 0, f"arena_mib={self.arena_mib}; expected at least 1")
 

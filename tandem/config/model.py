@@ -1,7 +1,7 @@
 """The shapes of a model, read from an HF folder's config.json.
 
-This is the only reader of HF keys. It knows no torch, no weights and no tensor parallelism. A value that is
-not supported is refused by name; nothing is guessed silently.
+This is the only reader of HF keys. It knows no torch, no weights and no tensor parallelism. A
+value that is not supported is refused by name; nothing is guessed silently.
 """
 
 import hashlib
@@ -66,7 +66,8 @@ class MlpConfig:
 class MoeConfig:
     """Sigmoid-routed experts with a correction bias, group limits and a shared expert.
 
-    `latent_size`: experts work in a smaller space between two projections (Nemotron-3 Super), else None.
+    `latent_size`: experts work in a smaller space between two projections (Nemotron-3 Super), else
+    None.
     """
 
     kind: ClassVar[str] = "moe"
@@ -167,7 +168,8 @@ class _Keys:
         return str(value)
 
     def dt_limit(self) -> tuple[float, float]:
-        """The explicit limit pair. `time_step_min`/`max` only steer initialisation and are not read."""
+        """The explicit limit pair. `time_step_min`/`max` only steer initialisation and are not
+        read."""
         limit = self.get("time_step_limit", "mamba_dt_limit", default=(0.0, math.inf))
         try:
             # transformers writes infinity as {"__float__": "Infinity"} or as the bare word.
@@ -296,7 +298,7 @@ def _nemotron_moe(keys: _Keys, activation: str, has_bias: bool) -> MoeConfig:
         )
     if top_k > num_experts // num_groups * topk_groups:
         raise ModelError(
-            f"{keys.source}: num_experts_per_tok={top_k} exceeds the experts of {topk_groups} groups"
+            f"{keys.source}: num_experts_per_tok={top_k} exceeds those in {topk_groups} groups"
         )
     shared_size = keys.integer("moe_shared_expert_intermediate_size", default=0, minimum=0)
     latent_size = keys.get("moe_latent_size")
@@ -421,7 +423,7 @@ def load_model_config(
         )
     if keys.has("quantization_config"):
         raise ModelError(
-            f"{keys.source}: quantization_config is not supported yet; use an unquantised checkpoint"
+            f"{keys.source}: quantization_config is not supported; use an unquantised checkpoint"
         )
     layers = _FAMILIES[family](keys)
     eos = keys.get("eos_token_id", default=())

@@ -1,4 +1,5 @@
-"""A request as clients state it (`SamplingParams`, `EngineRequest`) and as the scheduler tracks it (`Request`)."""
+"""A request as clients state it (`SamplingParams`, `EngineRequest`) and as the scheduler tracks it
+(`Request`)."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ MAX_LOGPROBS = 20
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens and when to stop. Plain data; `validate` refuses what cannot work.
 
-    `temperature == 0` is greedy. `top_k == 0` (or -1) is off. `seed` makes a request repeatable whatever its
-    neighbours. `max_tokens is None` means up to the model's length. `logprobs`: how many of the best tokens
-    to report at each place, besides the sampled one. Presence and frequency penalties count generated tokens,
-    the repetition penalty prompt and generated ones.
+    `temperature == 0` is greedy. `top_k == 0` (or -1) is off. `seed` makes a request repeatable
+    whatever its neighbours. `max_tokens is None` means up to the model's length. `logprobs`: how
+    many of the best tokens to report at each place, besides the sampled one. Presence and
+    frequency penalties count generated tokens, the repetition penalty prompt and generated ones.
     """
 
     n: int = 1
@@ -85,10 +86,10 @@ def _range(name: str, value: float, low: float, high: float, *, open_low: bool =
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue (n = 1), as it enters an engine.
 
-    `hold`: stop after the first token and keep pages and slot under a lease (prefill engine). `ticket`: the
-    state of the prompt is read from a peer instead of computed (decode engine). `generated`: tokens that an
-    earlier engine produced for this request; they count as generated (penalties, max_tokens, seed positions)
-    and are not reported again.
+    `hold`: stop after the first token and keep pages and slot under a lease (prefill engine).
+    `ticket`: the state of the prompt is read from a peer instead of computed (decode engine).
+    `generated`: tokens that an earlier engine produced for this request; they count as generated
+    (penalties, max_tokens, seed positions) and are not reported again.
     """
 
     request_id: str
@@ -102,9 +103,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What one step added to a request. `logprobs` has one entry a token when they were asked for.
 
-    `finish_reason`: "stop" (end-of-sequence or stop token; `stop_token_id` says which), "length", "abort",
-    "error" (`error` says why); None while it runs. A held prefill finishes with its `ticket` and with
-    `finish_reason == "hold"`, unless its first token already ends the request.
+    `finish_reason`: "stop" (end-of-sequence or stop token; `stop_token_id` says which), "length",
+    "abort", "error" (`error` says why); None while it runs. A held prefill finishes with its
+    `ticket` and with `finish_reason == "hold"`, unless its first token already ends the request.
     """
 
     request_id: str
@@ -128,8 +129,8 @@ class RequestState(Enum):
 class Request:
     """A sequence inside the scheduler.
 
-    Invariant: `num_computed` tokens of `prompt + output` have gone through the model exactly once, and the
-    slot holds the state after exactly that many. The next input is token `num_computed`.
+    Invariant: `num_computed` tokens of `prompt + output` have gone through the model exactly once,
+    and the slot holds the state after exactly that many. The next input is token `num_computed`.
     """
 
     request_id: str

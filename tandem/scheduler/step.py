@@ -1,7 +1,7 @@
 """The plan of one step and its result: plain data between scheduler and workers.
 
-Every rank receives the same plan. Workers keep per-request tables (pages, tokens, sampling), which the plan
-extends, so that a decode step stays small on the wire.
+Every rank receives the same plan. Workers keep per-request tables (pages, tokens, sampling), which
+the plan extends, so that a decode step stays small on the wire.
 """
 
 import msgspec
@@ -22,9 +22,9 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Tokens `[start, start + len(token_ids))` of one request, to run in this step.
 
-    `start == 0` means the slot's bytes are not this request's: begin from zero state. `pages` are written into
-    the request's page table from index `first_page` on; earlier entries are known to the worker.
-    `sample`: this chunk ends at the last known token, so a token is sampled after it.
+    `start == 0` means the slot's bytes are not this request's: begin from zero state. `pages` are
+    written into the request's page table from index `first_page` on; earlier entries are known to
+    the worker. `sample`: this chunk ends at the last known token, so a token is sampled after it.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """Geometry of the arena: equal slabs, each typed on demand as pages or as slots.
 
-Pages and slots of one rank share one allocation. This module computes sizes and addresses; it allocates
-nothing (runner/memory.py) and hands out no ids (cache/pool.py).
+Pages and slots of one rank share one allocation. This module computes sizes and addresses; it
+allocates nothing (runner/memory.py) and hands out no ids (cache/pool.py).
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from tandem.units import align_up, ceil_div, format_nbytes
 class ArenaGeometry:
     """Sizes of the two views over one arena.
 
-    Page `p` starts at byte `p * page_nbytes`, slot `s` at `s * slot_stride`. Both views cover the same bytes:
-    slab `k` holds pages `[k * pages_per_slab, (k + 1) * pages_per_slab)` or the slots of the same interval.
-    `page_nbytes == 0` (no attention) means no pages, `slot_nbytes == 0` (no recurrence) no slots.
+    Page `p` starts at byte `p * page_nbytes`, slot `s` at `s * slot_stride`. Both views cover the
+    same bytes: slab `k` holds pages `[k * pages_per_slab, (k + 1) * pages_per_slab)` or the slots
+    of the same interval. `page_nbytes == 0` (no attention) means no pages, `slot_nbytes == 0` (no
+    recurrence) no slots.
     """
 
     page_tokens: int
@@ -59,8 +60,8 @@ def build_geometry(
 ) -> ArenaGeometry:
     """Choose the slab so that it holds whole pages and whole slots (design: one arena, two views).
 
-    slot >= page: `pages_per_slab = ceil(slot / page)` pages or one slot. slot < page: one page or the
-    largest number of 256-aligned slots that divides the page evenly.
+    slot >= page: `pages_per_slab = ceil(slot / page)` pages or one slot. slot < page: one page or
+    the largest number of 256-aligned slots that divides the page evenly.
     """
     if page_nbytes == 0 and slot_nbytes == 0:
         raise CapacityError("the model keeps neither K/V nor recurrent state; nothing to serve")
@@ -96,7 +97,8 @@ def build_geometry(
 def geometry_for_memory(
     *, page_tokens: int, page_nbytes: int, slot_nbytes: int, memory_nbytes: int
 ) -> ArenaGeometry:
-    """The geometry with as many slabs as fit into `memory_nbytes`; raises CapacityError for none."""
+    """The geometry with as many slabs as fit into `memory_nbytes`; raises CapacityError for
+    none."""
     one = build_geometry(
         page_tokens=page_tokens, page_nbytes=page_nbytes, slot_nbytes=slot_nbytes, num_slabs=1
     )

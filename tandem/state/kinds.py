@@ -1,7 +1,7 @@
 """The kinds of state: which components a mixer keeps. The one place where a kind is declared.
 
-A unit is what tensor parallelism never cuts (a head, a group). The unit axis is outermost, so that a rank's
-share of a component is one byte interval.
+A unit is what tensor parallelism never cuts (a head, a group). The unit axis is outermost, so that
+a rank's share of a component is one byte interval.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from tandem.config.model import AttentionConfig, Mamba2Config
 class Component:
     """A named part of a page (`per_token`) or of a slot.
 
-    `unit_shape` of a per-token component is the shape of one token's share of one unit; in memory a page
-    holds, for each unit, `unit_shape[0]` runs of `page_tokens` rows (k rows, then v rows).
+    `unit_shape` of a per-token component is the shape of one token's share of one unit; in memory
+    a page holds, for each unit, `unit_shape[0]` runs of `page_tokens` rows (k rows, then v rows).
     """
 
     name: str

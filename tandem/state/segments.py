@@ -1,7 +1,7 @@
 """Which bytes of which source rank make up a destination rank's pages and slots.
 
-Works for any pair of tensor-parallel sizes and of page sizes, from the layouts that both sides publish. Pure
-interval arithmetic: it knows no addresses, no ids of real pages and no transport.
+Works for any pair of tensor-parallel sizes and of page sizes, from the layouts that both sides
+publish. Pure interval arithmetic: it knows no addresses, no ids of real pages and no transport.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from tandem.state.spec import PlacedComponent, StateSpec
 class Segment:
     """`nbytes` at `src_offset` of a source page or slot, to be put at `dst_offset`.
 
-    Unequal page sizes: `src_page` and `dst_page` count pages within a period of `lcm(page_tokens)` tokens
-    (see `page_period`); with equal sizes, and for slots, both are 0.
+    Unequal page sizes: `src_page` and `dst_page` count pages within a period of `lcm(page_tokens)`
+    tokens (see `page_period`); with equal sizes, and for slots, both are 0.
     """
 
     part: str  # "page" | "slot"
@@ -45,8 +45,9 @@ def segments(src: Sequence[StateSpec], dst: StateSpec, part: str) -> list[Segmen
         dst: the layout of the destination rank.
         part: "page" or "slot".
 
-    Every destination byte but padding is covered exactly once. A unit that several source ranks replicate is
-    read from one of them, spread by destination rank. Order: destination page, then offset; not merged.
+    Every destination byte but padding is covered exactly once. A unit that several source ranks
+    replicate is read from one of them, spread by destination rank. Order: destination page, then
+    offset; not merged.
     Raises: HandshakeError if a component is missing or differs in unit size on a source.
     """
     found: list[Segment] = []
@@ -57,9 +58,7 @@ def segments(src: Sequence[StateSpec], dst: StateSpec, part: str) -> list[Segmen
             rank = _source_of(unit, candidates, item, dst.rank)
             source = candidates[rank]
             assert source is not None
-            if part == "slot":
-                found.append(_unit_segment(part, item, source, unit, rank))
-            elif src[rank].page_tokens == dst.page_tokens:
+            if part == "slot" or src[rank].page_tokens == dst.page_tokens:
                 found.append(_unit_segment(part, item, source, unit, rank))
             else:
                 found.extend(
@@ -125,7 +124,8 @@ def _token_segments(
 ) -> list[Segment]:
     """K/V of one head between pages of different sizes: runs of gcd(page_tokens) tokens.
 
-    A unit holds `unit_shape[0]` planes (k, v) of page_tokens rows; a run of tokens is contiguous in a plane.
+    A unit holds `unit_shape[0]` planes (k, v) of page_tokens rows; a run of tokens is contiguous
+    in a plane.
     """
     step = gcd(src_tokens, dst_tokens)
     planes = item.unit_shape[0]
@@ -155,9 +155,9 @@ def _token_segments(
 def merge_segments(found: Sequence[Segment], *, same_layout: bool = False) -> list[Segment]:
     """Join neighbours that continue each other on both sides.
 
-    `same_layout`: source and destination lay out this part identically, so that the alignment padding between
-    two components may be carried along: equal sizes then need one segment a page and one a slot.
-    The joined segment keeps the first one's layer and component.
+    `same_layout`: source and destination lay out this part identically, so that the alignment
+    padding between two components may be carried along: equal sizes then need one segment a page
+    and one a slot. The joined segment keeps the first one's layer and component.
     """
     merged: list[Segment] = []
     for segment in sorted(found, key=lambda item: (item.dst_page, item.dst_offset)):

@@ -1,7 +1,8 @@
 """What one layer stores, as named components that tensor parallelism divides into whole units.
 
-Everything about state (sizes, views, descriptors, unequal tensor parallelism, fingerprints) follows from
-the `StateSpec` built here. It knows no kinds: state/kinds.py says which components a mixer has.
+Everything about state (sizes, views, descriptors, unequal tensor parallelism, fingerprints)
+follows from the `StateSpec` built here. It knows no kinds: state/kinds.py says which components a
+mixer has.
 """
 
 import hashlib
@@ -20,7 +21,8 @@ COMPONENT_ALIGNMENT = 256
 def owned(units: int, tp: int, rank: int, *, component: str = "component") -> range:
     """The global unit ids that a rank holds.
 
-    `units % tp == 0`: equal shares. `tp % units == 0`: each unit is replicated on `tp / units` ranks.
+    `units % tp == 0`: equal shares. `tp % units == 0`: each unit is replicated on `tp / units`
+    ranks.
     Raises: ShardingError naming component, units and tp for anything else.
     """
     if not 0 <= rank < tp:
@@ -66,7 +68,8 @@ class PlacedComponent:
 class StateSpec:
     """Where every component of a model lies inside the pages and slots of one rank.
 
-    Page: `[layer][head][k|v][token][head_dim]`. Slot: `[layer][component][unit...]`, each aligned to 256 B.
+    Page: `[layer][head][k|v][token][head_dim]`. Slot: `[layer][component][unit...]`, each aligned
+    to 256 B.
     """
 
     tp: int
@@ -128,7 +131,8 @@ def build_state_spec(model: ModelConfig, *, tp: int, rank: int, page_tokens: int
 def describe_components(
     model: ModelConfig,
 ) -> tuple[tuple[int, str, int, tuple[int, ...], str], ...]:
-    """(layer, name, units, unit_shape, dtype) of every component: what two engines must agree on."""
+    """(layer, name, units, unit_shape, dtype) of every component: what two engines must agree
+    on."""
     return tuple(
         (layer, f"{mixer.kind}.{item.name}", item.units, item.unit_shape, item.dtype)
         for layer, layer_config in enumerate(model.layers)
@@ -138,6 +142,7 @@ def describe_components(
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Digest of the model's shapes and of every component; equal on engines that may exchange state."""
+    """Digest of the model's shapes and of every component; equal on engines that may exchange
+    state."""
     text = repr((model.digest, describe_components(model)))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -13,9 +13,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Ticket(msgspec.Struct, frozen=True):
     """A prefill of exactly `num_tokens` prompt tokens, held by `engine_id` until released.
 
-    The reader continues at token `num_tokens` with `first_token` as its next input: no prompt token is fed
-    twice. `address` is the side channel of the engine, `generation` its incarnation; `lease_s` is relative,
-    so that clocks need not agree.
+    The reader continues at token `num_tokens` with `first_token` as its next input: no prompt
+    token is fed twice. `address` is the side channel of the engine, `generation` its incarnation;
+    `lease_s` is relative, so that clocks need not agree.
     """
 
     ticket_id: str
