@@ -168,8 +168,11 @@ class _ChunkPlan:
     chunk: int
     steps: tuple[int, ...]  # number of sequences that have a k-th chunk
     order: torch.Tensor  # [S] sequence of each rank; the stable sort by falling length
-    rows: int  # > 0: all sequences are equally long and need no index
-    positions: torch.Tensor | None  # [T] place of each token in [num_chunks * chunk]
+    rows: int  # number of sequences
+    row_length: int  # of every sequence, where `positions` is None
+    positions: (
+        torch.Tensor | None
+    )  # [T] place of each token in [num_chunks * chunk]; None: equal lengths
 
     def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
         """[T, ...] → [num_chunks, chunk, ...]; places without a token hold zeros."""
@@ -187,7 +190,8 @@ class _ChunkPlan:
     def to_tokens(self, y: torch.Tensor) -> torch.Tensor:
         """[num_chunks, chunk, ...] → [T, ...]; the inverse of `to_chunks`."""
         if self.positions is None:
-            return y.unflatten(0, (len(self.steps), self.rows)).transpose(0, 1).flatten(1, 2)
+            y = y.unflatten(0, (len(self.steps), self.rows)).transpose(0, 1).flatten(1, 2)
+            return y[:, : self.row_length].flatten(0, 1)
         return y.flatten(0, 1).index_select(0, self.positions)
 
 
@@ -205,18 +209,17 @@ def _plan_chunks(
     steps = tuple(
         int((num_chunks > k).sum()) for k in range(int(num_chunks.max()) if len(lengths) else 0)
     )
-    if len(lengths) and num_tokens and bool((lengths == lengths[0]).all()):
-        length = int(lengths[0])
-        # Slicing off the padding is left to `positions`: only whole chunks go without an index.
-        if length % chunk == 0:
-            return _ChunkPlan(chunk, steps, order.to(device), len(lengths), None)
+    if num_tokens and bool((lengths == lengths[0]).all()):
+        # Equal rows, as in training, are reshaped: no index, no atomics in the backward pass.
+        row_length = num_tokens // len(lengths)
+        return _ChunkPlan(chunk, steps, order.to(device), len(lengths), row_length, None)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order))
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [T]
     offset = torch.arange(num_tokens) - torch.tensor(starts)[sequence]
     first_chunk = torch.tensor((0, *steps)).cumsum(0)  # [num steps + 1]
     positions = (first_chunk[offset // chunk] + rank[sequence]) * chunk + offset % chunk
-    return _ChunkPlan(chunk, steps, order.to(device), 0, positions.to(device))
+    return _ChunkPlan(chunk, steps, order.to(device), len(lengths), 0, positions.to(device))
 
 
 def _pass_states(
