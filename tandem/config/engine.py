@@ -33,14 +33,20 @@ class ModelOptions:
 @dataclass(frozen=True)
 class CacheOptions:
     page_tokens: int = setting(16, "tokens of one page of K/V")
-    arena_mib: int = setting(512, "size of the arena on each rank, MiB")
+    arena_mib: int | None = setting(
+        None,
+        "arena of each rank, MiB; default: what max_num_seqs needs, a quarter of memory at most",
+    )
 
     def __post_init__(self) -> None:
         _require(
             self.page_tokens > 0 and self.page_tokens % 8 == 0,
             f"page_tokens={self.page_tokens} is no positive multiple of 8; use 16, 32, 64 or 128",
         )
-        _require(self.arena_mib > 0, f"arena_mib={self.arena_mib}; expected at least 1")
+        _require(
+            self.arena_mib is None or self.arena_mib > 0,
+            f"arena_mib={self.arena_mib}; expected at least 1",
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class TransferOptions:
-    role: str = setting("both", "both, prefill or decode")
+    role: str = setting("colocated", "colocated (no peers), prefill or decode")
     side_channel_host: str = setting("127.0.0.1", "address on which decode engines reach this one")
     side_channel_port: int = setting(0, "port of the side channel; 0: any free one")
     lease_s: float = setting(30.0, "how long a finished prefill waits for its reader")
@@ -81,8 +87,8 @@ class TransferOptions:
 
     def __post_init__(self) -> None:
         _require(
-            self.role in ("both", "prefill", "decode"),
-            f"role={self.role!r}; expected both, prefill or decode",
+            self.role in ("colocated", "prefill", "decode"),
+            f"role={self.role!r}; expected colocated, prefill or decode",
         )
         _require(
             self.on_failure in ("recompute", "fail"),

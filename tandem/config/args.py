@@ -1,0 +1,77 @@
+"""Command-line flags generated from the settings' sections (config/engine.py).
+
+One field, one flag: `max_num_seqs` -> `--max-num-seqs`. It knows no command.
+"""
+
+import inspect
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from tandem.config.engine import (
+    CacheOptions,
+    EngineConfig,
+    ModelOptions,
+    ParallelOptions,
+    SchedulerOptions,
+    TransferOptions,
+)
+
+SECTIONS: dict[str, type] = {
+    "model_options": ModelOptions,
+    "cache": CacheOptions,
+    "scheduler": SchedulerOptions,
+    "parallel": ParallelOptions,
+    "transfer": TransferOptions,
+}
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def flag_parameters() -> list[inspect.Parameter]:
+    """Keyword parameters, one per setting, in the form that typer turns into options."""
+    parameters = []
+    for section in SECTIONS.values():
+        hints = typing.get_type_hints(section)
+        for item in fields(section):
+            option = typer.Option(flag_name(item.name), help=item.metadata["help"])
+            parameters.append(
+                inspect.Parameter(
+                    item.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=item.default,
+                    annotation=Annotated[hints[item.name], option],
+                )
+            )
+    return parameters
+
+
+def build_config(model: str, values: Mapping[str, Any]) -> EngineConfig:
+    """Sort flag values into their sections. Values that are absent keep their defaults.
+
+    Raises: ConfigError for a value that a section refuses.
+    """
+    sections = {
+        name: section(
+            **{item.name: values[item.name] for item in fields(section) if item.name in values}
+        )
+        for name, section in SECTIONS.items()
+    }
+    return EngineConfig(model=model, **sections)
+
+
+def command_line(config: EngineConfig) -> list[str]:
+    """The flags that differ from their defaults: what another process needs to build `config`."""
+    words: list[str] = []
+    for name, section in SECTIONS.items():
+        value = getattr(config, name)
+        for item in fields(section):
+            setting = getattr(value, item.name)
+            if setting != item.default:
+                words += [flag_name(item.name), str(setting)]
+    return words

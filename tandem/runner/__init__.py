@@ -1,0 +1,1 @@
+"""Runs steps on one rank: memory, inputs, model, sampler. No scheduling decisions."""

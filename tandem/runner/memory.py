@@ -1,0 +1,87 @@
+"""The arena of one rank: one allocation, and the strided views of pages and slots over it.
+
+It allocates and views; who owns which page or slot is decided elsewhere (cache/).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem.state.arena import ArenaGeometry
+from tandem.state.spec import PlacedComponent, StateSpec
+from tandem.units import dtype_nbytes
+
+_PAGE_NBYTES_OF_OS = 4096
+
+
+@dataclass(frozen=True)
+class Arena:
+    """`buffer`: uint8, registered once with the transfer agent, alive as long as any peer may read.
+
+    `views[layer][component]`: for a slot component [num_slots, units, *unit_shape]; for K/V
+    [num_pages, heads, 2, page_tokens, head_dim]. All alias `buffer`; inner dimensions are
+    contiguous.
+    """
+
+    buffer: torch.Tensor
+    spec: StateSpec
+    geometry: ArenaGeometry
+    views: dict[int, dict[str, torch.Tensor]]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def build_arena(spec: StateSpec, geometry: ArenaGeometry, device: torch.device) -> Arena:
+    """Allocate the arena and its views. The bytes are not initialised: a first owner never
+    reads."""
+    # Room to start on an OS page: copies between processes and RDMA registration like it.
+    raw = torch.empty(geometry.arena_nbytes + _PAGE_NBYTES_OF_OS, dtype=torch.uint8, device=device)
+    skip = -raw.data_ptr() % _PAGE_NBYTES_OF_OS
+    buffer = raw[skip : skip + geometry.arena_nbytes]
+    views: dict[int, dict[str, torch.Tensor]] = {}
+    for placed in spec.page:
+        views.setdefault(placed.layer, {})[placed.name] = _page_view(buffer, placed, geometry)
+    for placed in spec.slot:
+        views.setdefault(placed.layer, {})[placed.name] = _slot_view(buffer, placed, geometry)
+    return Arena(buffer, spec, geometry, views)
+
+
+def _page_view(
+    buffer: torch.Tensor, placed: PlacedComponent, geometry: ArenaGeometry
+) -> torch.Tensor:
+    planes, width = placed.unit_shape
+    shape = (len(placed.units), planes, geometry.page_tokens, width)
+    return _view(buffer, placed, geometry.num_pages, geometry.page_nbytes, shape)
+
+
+def _slot_view(
+    buffer: torch.Tensor, placed: PlacedComponent, geometry: ArenaGeometry
+) -> torch.Tensor:
+    shape = (len(placed.units), *placed.unit_shape)
+    return _view(buffer, placed, geometry.num_slots, geometry.slot_stride, shape)
+
+
+def _view(
+    buffer: torch.Tensor,
+    placed: PlacedComponent,
+    count: int,
+    stride_nbytes: int,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """`count` blocks of `shape`, `stride_nbytes` apart, starting at the component's offset."""
+    itemsize = dtype_nbytes(placed.dtype)
+    assert stride_nbytes % itemsize == 0, (stride_nbytes, placed)
+    assert placed.offset % itemsize == 0, placed
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    typed = buffer.view(torch_dtype(placed.dtype))
+    return typed.as_strided(
+        (count, *shape),
+        (stride_nbytes // itemsize, *strides),
+        typed.storage_offset() + placed.offset // itemsize,
+    )
