@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the native CPU path of its folder where that can take the tensor, or the reference."""
+"""Which implementation of an op runs: the native CPU path of its folder, or the reference."""
 
 import importlib
 import importlib.util
@@ -10,14 +10,15 @@ import torch
 
 
 def is_native_enabled() -> bool:
-    """False when the environment says `TANDEM_NATIVE=0`; read at each call, so a test can switch it."""
+    """False under `TANDEM_NATIVE=0`; read at each call, so that a test can switch it."""
     return os.environ.get("TANDEM_NATIVE", "1") != "0"
 
 
 def choose(op: str, reference: ModuleType, x: torch.Tensor) -> ModuleType:
-    """The module that runs `op` for x: `tandem.ops.<op>.cpu` if it exists and supports x, else `reference`.
+    """`tandem.ops.<op>.cpu` if it exists and supports x, else `reference`.
 
-    A native path has the functions of the reference, with the same signatures, and `supports(x) -> bool`.
+    A native path has the functions of the reference, with the same signatures, and a function
+    `supports(x) -> bool` that is true when its library is loaded and takes x.
     """
     if x.device.type != "cpu" or not is_native_enabled():
         return reference
@@ -27,6 +28,7 @@ def choose(op: str, reference: ModuleType, x: torch.Tensor) -> ModuleType:
 
 @cache
 def _native_module(op: str) -> ModuleType | None:
-    # Looked up, not tried: an op without native code has no file, one that fails to import is a bug to see.
+    # Looked up, not tried: an op without native code has no file, but one that fails to import is
+    # a bug that should be seen.
     name = f"tandem.ops.{op}.cpu"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None

@@ -1,6 +1,6 @@
 """Depthwise causal convolution over packed sequences, each with its window carried in a slot.
 
-Shapes, aliasing and sources are stated in `reference`; the functions here choose the implementation.
+Shapes, aliasing and sources are stated in `reference`; these functions choose the implementation.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""Depthwise causal convolution in plain torch over packed sequences, with the window of each carried along.
+"""Depthwise causal convolution in plain torch over packed sequences, their windows carried along.
 
-`causal_conv` is functional and differentiable; `conv1d_prefill` and `conv1d_update` keep their windows in slots.
-A window holds the last W - 1 *raw* inputs, oldest first, so that any cut of a sequence gives the same result.
+`causal_conv` is functional and differentiable; `conv1d_prefill` and `conv1d_update` keep their
+windows in slots. A window holds the last W - 1 *raw* inputs, oldest first, so that any cut of a
+sequence gives the same result.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,15 @@ def causal_conv(
     query_start: torch.Tensor,
     activation: str | None = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y[t] = activation(bias + sum_w weight[:, w] * x[t - (W - 1) + w]), the window standing before x[0].
+    """y[t] = activation(bias + sum_w weight[:, w] * x[t - (W - 1) + w]), the window before x[0].
 
     Args:
         x: [T, C].    weight: [C, W].    bias: [C] or None.    activation: "silu" or None.
         window: [S, C, W - 1] raw inputs before each sequence, oldest first; read only.
         query_start: integer [S + 1], ascending from 0 to T.
 
-    Returns: (y [T, C] in x.dtype, window after each sequence [S, C, W - 1] in window.dtype). Arithmetic in fp32.
+    Returns: (y [T, C] in x.dtype, window after each sequence [S, C, W - 1] in window.dtype).
+    Arithmetic in fp32.
     """
     num_tokens, num_taps = len(x), weight.shape[1]
     history = num_taps - 1
@@ -50,7 +52,8 @@ def causal_conv(
     for tap in range(num_taps):
         y = y + joined[first + tap] * weight[:, tap].to(work)
 
-    # The last W - 1 rows of each joined run: a chunk shorter than that keeps part of the old window.
+    # The last W - 1 rows of each joined run: a chunk shorter than that keeps part of the old
+    # window.
     kept = joined[window_at + starts.diff().unsqueeze(1)]  # [S, W - 1, C]
     return _activate(y, activation).to(x.dtype), kept.transpose(1, 2).to(window.dtype)
 
@@ -69,8 +72,10 @@ def conv1d_prefill(
 
     Args:
         x, weight, bias, query_start, activation: as `causal_conv`.
-        windows: strided views [num_slots, C_i, W - 1] that cover the channels of x in order; written in place.
-        slots: int64 [S], distinct.    has_state: bool [S]; False starts from zeros whatever the slot holds.
+        windows: strided views [num_slots, C_i, W - 1] that cover the channels of x in order;
+            written in place.
+        slots: int64 [S], distinct.
+        has_state: bool [S]; False starts from zeros whatever the slot holds.
 
     Returns: y [T, C] in x.dtype. The slot of an empty sequence is neither read nor written.
     """
@@ -90,7 +95,7 @@ def conv1d_update(
     slots: torch.Tensor,
     activation: str | None = "silu",
 ) -> torch.Tensor:
-    """One token a row, x [S, C] → y [S, C]; the window of every row is live. Else as `conv1d_prefill`."""
+    """One token a row: x [S, C] → y [S, C], each window live. Else as `conv1d_prefill`."""
     joined = torch.cat([_gather(windows, slots), x.unsqueeze(-1)], dim=-1)  # [S, C, W]
     y = (joined.float() * weight.float()).sum(-1)
     if bias is not None:

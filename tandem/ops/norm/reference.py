@@ -7,7 +7,10 @@ import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last axis, in x.dtype. Source: Zhang & Sennrich 2019, arXiv:1910.07467."""
+    """x / rms(x) * weight over the last axis, in x.dtype.
+
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+    """
     work = torch.promote_types(x.dtype, torch.float32)
     values = x.to(work)
     inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
@@ -37,12 +40,15 @@ def gated_rms_norm(
     """rms_norm within each group of channels of y * silu(gate), times weight.
 
     Args:
-        y, gate: [T, C].    weight: [C].    group_size: channels of one group on this rank; C % group_size == 0.
-        all_reduce: sums [T, C / group_size] fp32 over the ranks that share a group; None when none is shared.
+        y, gate: [T, C].    weight: [C].
+        group_size: channels of one group on this rank; C % group_size == 0.
+        all_reduce: sums [T, C / group_size] fp32 over the ranks that share a group; None when none
+            is shared.
         total_group_size: channels of one group over all of these ranks; group_size where not given.
 
     Returns: [T, C] in y.dtype.
-    Source: Dao & Gu 2024, arXiv:2405.21060, section 8.2 (norm after the gate, in groups for tensor parallelism).
+    Source: Dao & Gu 2024, arXiv:2405.21060, section 8.2 (norm after the gate, in groups for tensor
+    parallelism).
     """
     work = torch.promote_types(y.dtype, torch.float32)
     values = (y.to(work) * F.silu(gate.to(work))).unflatten(-1, (-1, group_size))

@@ -1,6 +1,6 @@
 """State-space duality of Mamba-2: chunked scan for prefill, recurrence for decode.
 
-Shapes, aliasing and sources are stated in `reference`; the functions here choose the implementation.
+Shapes, aliasing and sources are stated in `reference`; these functions choose the implementation.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Mamba-2 in plain torch: the chunked scan, and the two forms that keep their state in slots.
 
-`ssd_scan` is functional and differentiable; `ssd_prefill` and `ssd_update` read and write state in place.
-Arithmetic is fp32 whatever the dtype of values and state (fp64 for fp64 values, for gradient checks).
+`ssd_scan` is functional and differentiable; `ssd_prefill` and `ssd_update` read and write state in
+place. Arithmetic is fp32 whatever the dtype of values and state (fp64 for fp64 values, for gradient
+checks).
 """
 
 from collections.abc import Sequence
@@ -26,23 +27,24 @@ def ssd_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chunked scan over packed sequences; differentiable in every floating argument.
 
-    h[t] = exp(dt[t] A) h[t-1] + dt[t] x[t] B[t]^T and y[t] = h[t] C[t] + D x[t], per head; within a chunk as
-    masked matrix products, between chunks by passing [H, P, N] states.
+    h[t] = exp(dt[t] A) h[t-1] + dt[t] x[t] B[t]^T and y[t] = h[t] C[t] + D x[t], per head; within a
+    chunk as masked matrix products, between chunks by passing [H, P, N] states.
 
     Args:
-        x: values [T, H, P].    dt: step sizes [T, H], after softplus and clamp.    A: decay rate [H], negative.
+        x: values [T, H, P].    dt: step sizes [T, H], after softplus and clamp.
+        A: decay rate [H], negative.
         B, C: [T, G, N]; H % G == 0, head h uses group h // (H / G).    D: skip weight [H] or None.
         initial_state: [S, H, P, N], read only; rows of fresh sequences are zero.
-        query_start: integer [S + 1], ascending, query_start[-1] == T. Read on the host: a CPU tensor saves a
-            synchronisation when x lives on a GPU.
+        query_start: integer [S + 1], ascending, query_start[-1] == T. Read on the host: a CPU
+            tensor saves a synchronisation when x lives on a GPU.
         chunk: tokens per chunk. Memory grows as T * H * chunk.
 
-    Returns: (y [T, H, P] in x.dtype, final_state [S, H, P, N] fp32, newly allocated). The final state of an
-        empty sequence is its initial state.
+    Returns: (y [T, H, P] in x.dtype, final_state [S, H, P, N] fp32, newly allocated). The final
+        state of an empty sequence is its initial state.
     Raises: ShapeError when query_start does not cover x.
     Source: Dao & Gu 2024, arXiv:2405.21060, section 6.
     """
-    num_tokens, num_heads, head_dim = x.shape
+    num_tokens, num_heads = x.shape[:2]
     num_groups = B.shape[1]
     heads = (num_groups, num_heads // num_groups)
     work = torch.promote_types(x.dtype, torch.float32)
@@ -57,7 +59,8 @@ def ssd_scan(
     cB = plan.to_chunks(B.to(work)).transpose(1, 2)  # [c, g, l, n]
     cC = plan.to_chunks(C.to(work)).transpose(1, 2)  # [c, g, l, n]
 
-    # Differences of running sums lose everything when one large step precedes small ones; fp64 keeps them.
+    # Differences of running sums lose everything when one large step precedes small ones; fp64
+    # keeps them.
     log_decay = plan.to_chunks(decay_rate).permute(0, 2, 3, 1).double().cumsum(-1)  # [c, g, r, l]
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).to(work)  # [c, g, r, l, s]
@@ -98,10 +101,14 @@ def ssd_prefill(
     """`ssd_scan` from and to the slots of packed sequences, with dt still raw.
 
     Args:
-        x, B, C, A, D, query_start, chunk: as `ssd_scan`; x, B and C may be slices of one [T, C] tensor.
-        dt: raw step sizes [T, H]; dt = clamp(softplus(dt + dt_bias), *dt_limit) in fp32.    dt_bias: [H].
-        state: [num_slots, H, P, N], a strided view, fp32, bf16 or fp16; written in place at `slots`.
-        slots: int64 [S], distinct.    has_state: bool [S]; False starts from zeros whatever the slot holds.
+        x, B, C, A, D, query_start, chunk: as `ssd_scan`; x, B and C may be slices of one [T, C]
+            tensor.
+        dt: raw step sizes [T, H]; dt = clamp(softplus(dt + dt_bias), *dt_limit) in fp32.
+        dt_bias: [H].
+        state: [num_slots, H, P, N], a strided view, fp32, bf16 or fp16; written in place at
+            `slots`.
+        slots: int64 [S], distinct.
+        has_state: bool [S]; False starts from zeros whatever the slot holds.
 
     Returns: y [T, H, P] in x.dtype. The slot of an empty sequence is neither read nor written.
     """
@@ -130,8 +137,10 @@ def ssd_update(
     """The recurrence for one token a row; the state of every row is live.
 
     Args:
-        x: [S, H, P].    dt: raw [S, H].    B, C: [S, G, N].    A, D, dt_bias, dt_limit: as `ssd_prefill`.
-        state: [num_slots, H, P, N], a strided view, written in place at `slots` (int64 [S], distinct).
+        x: [S, H, P].    dt: raw [S, H].    B, C: [S, G, N].
+        A, D, dt_bias, dt_limit: as `ssd_prefill`.
+        state: [num_slots, H, P, N], a strided view, written in place at `slots` (int64 [S],
+            distinct).
 
     Returns: y [S, H, P] in x.dtype.
     """
@@ -152,7 +161,7 @@ def ssd_update(
 def discretize(
     dt: torch.Tensor, dt_bias: torch.Tensor, dt_limit: tuple[float, float]
 ) -> torch.Tensor:
-    """clamp(softplus(dt + dt_bias), lo, hi) in fp32, nothing else: the given limits are the only ones."""
+    """clamp(softplus(dt + dt_bias), *dt_limit) in fp32: no limit applies but the given ones."""
     return F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
 
 
@@ -160,9 +169,9 @@ def discretize(
 class _ChunkPlan:
     """Where tokens lie in chunks.
 
-    Chunks are ordered by their place in the sequence first: all first chunks, then all second ones, the
-    sequences by falling length. So step k of the state passing is one interval of chunks, and the sequences
-    that still run are a prefix of those of step k - 1.
+    Chunks are ordered by their place in the sequence first: all first chunks, then all second ones,
+    the sequences by falling length. So step k of the state passing is one interval of chunks, and
+    the sequences that still run are a prefix of those of step k - 1.
     """
 
     chunk: int
@@ -228,7 +237,8 @@ def _pass_states(
     """Run the recurrence over chunks: all sequences at once, one step per chunk of the longest.
 
     Args:
-        added: what each chunk adds to the state [num_chunks, H, P, N].    decay: over each chunk [num_chunks, H].
+        added: what each chunk adds to the state [num_chunks, H, P, N].
+        decay: over each chunk [num_chunks, H].
 
     Returns: (state before each chunk [num_chunks, H, P, N], final state [S, H, P, N]).
     """

@@ -1,0 +1,44 @@
+"""Rotary position embedding in plain torch, in the half-rotation form of GPT-NeoX."""
+
+import torch
+
+
+def rotary_tables(
+    rot_dim: int, max_positions: int, theta: float, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), each fp32 [max_positions, rot_dim / 2], of the angles position * theta^(-2i /
+    rot_dim)."""
+    exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32, device=device) / rot_dim
+    frequencies = 1.0 / theta**exponents
+    angles = torch.outer(
+        torch.arange(max_positions, dtype=torch.float32, device=device), frequencies
+    )
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rot_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn channel pairs (i, i + rot_dim / 2) of q and k by the angle of their position.
+
+    Args:
+        q, k: [T, H, D], each with its own H; channels from rot_dim on pass through unchanged.
+        positions: integer [T].    cos, sin: fp32 [max_positions, rot_dim / 2].
+
+    Returns: new (q, k) in their dtypes; arithmetic in fp32.
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    index = positions.long()
+    c, s = cos[index].unsqueeze(1), sin[index].unsqueeze(1)  # [T, 1, rot_dim / 2]
+    return _rotate(q, c, s, rot_dim), _rotate(k, c, s, rot_dim)
+
+
+def _rotate(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, rot_dim: int) -> torch.Tensor:
+    first, second = x[..., :rot_dim].to(torch.promote_types(x.dtype, c.dtype)).chunk(2, dim=-1)
+    turned = torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(x.dtype)
+    return torch.cat([turned, x[..., rot_dim:]], dim=-1) if rot_dim < x.shape[-1] else turned
