@@ -1,0 +1,1 @@
+"""Where state lies: which request owns which pages and which slot. No torch, no transport."""
