@@ -1,0 +1,10 @@
+"""Native CPU kernels: C++ compiled at first use, called with plain addresses.
+
+`python -m tandem.ops.native` compiles ahead of time. Which op uses a kernel is decided in the
+`cpu.py` of that op.
+"""
+
+from tandem.ops.native.build import NativeBuildError, build_library
+from tandem.ops.native.library import DTYPE_CODE, load, open_library
+
+__all__ = ["DTYPE_CODE", "NativeBuildError", "build_library", "load", "open_library"]
