@@ -1,0 +1,91 @@
+"""Mixture of experts with a sigmoid router, a shared expert, and experts in a latent space.
+
+Every rank routes alike and holds its share of the inner channels of each expert, so that load is
+even whatever the router chooses.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from tandem.config.model import MlpConfig, MoeConfig
+from tandem.layers.batch import ForwardBatch
+from tandem.layers.context import LayerContext
+from tandem.layers.linear import RowLinear, build_linear
+from tandem.layers.mlp import Mlp
+from tandem.layers.weight import Piece, Tensors, Weight, linear, whole
+from tandem.ops.experts import experts_mlp, route_sigmoid
+
+_SHARED = "shared_experts."
+
+
+class Moe:
+    """Routed experts plus the shared one; one sum over ranks for both."""
+
+    @staticmethod
+    def weights(config: MoeConfig, context: LayerContext) -> dict[str, Weight]:
+        dtype, hidden, size = context.dtype, context.hidden_size, config.intermediate_size
+        width = config.latent_size or hidden
+        channels = context.shard(size, "expert intermediate channels")
+        experts = [f"experts.{expert}" for expert in range(config.num_experts)]
+        up = tuple(
+            Piece(f"{name}.up_proj.weight", (size, width), 0, (channels,)) for name in experts
+        )
+        down = tuple(
+            Piece(f"{name}.down_proj.weight", (width, size), 1, (channels,)) for name in experts
+        )
+        weights = {
+            # A choice between near-equal scores must not depend on rounding: the router is fp32.
+            "gate.weight": whole("gate.weight", (config.num_experts, hidden), torch.float32),
+            "gate.bias": whole(
+                "gate.e_score_correction_bias", (config.num_experts,), torch.float32
+            ),
+            "up": Weight(up, dtype, is_stacked=True),
+            "down": Weight(down, dtype, is_stacked=True),
+        }
+        if config.latent_size is not None:
+            has_bias = config.has_bias
+            weights |= linear("fc1_latent_proj", width, hidden, has_bias, dtype)
+            weights |= linear("fc2_latent_proj", hidden, width, has_bias, dtype)
+        shared = _shared_config(config)
+        return weights if shared is None else weights | Mlp.weights(shared, context, _SHARED)
+
+    def __init__(self, config: MoeConfig, context: LayerContext, tensors: Tensors) -> None:
+        self._config = config
+        self._tp = context.tp
+        self._gate = tensors["gate.weight"]
+        self._correction_bias = tensors["gate.bias"]
+        self._up = tensors["up"]  # [E, I, h]
+        self._down = tensors["down"]  # [E, h, I]
+        has_latent = config.latent_size is not None
+        self._to_latent = build_linear(tensors, "fc1_latent_proj") if has_latent else None
+        # Linear, so it may act on each rank's part of the sum; its bias then counts once.
+        self._from_latent = (
+            RowLinear(tensors, "fc2_latent_proj", context.tp) if has_latent else None
+        )
+        shared = _shared_config(config)
+        self._shared = None if shared is None else Mlp(shared, context, tensors, _SHARED)
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        config = self._config
+        weights, ids = route_sigmoid(
+            F.linear(hidden.float(), self._gate),
+            self._correction_bias,
+            config.top_k,
+            config.num_groups,
+            config.topk_groups,
+            config.normalize_weights,
+            config.scaling_factor,
+        )
+        inner = hidden if self._to_latent is None else self._to_latent(hidden)
+        out = experts_mlp(inner, self._up, self._down, weights, ids, config.activation)
+        if self._from_latent is not None:
+            out = self._from_latent.partial(out)
+        if self._shared is not None:
+            out = out + self._shared.partial(hidden)
+        return self._tp.all_reduce(out)
+
+
+def _shared_config(config: MoeConfig) -> MlpConfig | None:
+    if not config.shared_intermediate_size:
+        return None
+    return MlpConfig(config.shared_intermediate_size, config.activation, config.has_bias)
