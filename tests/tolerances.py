@@ -1,4 +1,4 @@
-"""The one table of numeric tolerances, by the dtype of the result, and the comparison that uses it."""
+"""The one table of numeric tolerances, by dtype of the result, and the comparison that uses it."""
 
 import torch
 

@@ -6,8 +6,7 @@ import torch
 def rotary_tables(
     rot_dim: int, max_positions: int, theta: float, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each fp32 [max_positions, rot_dim / 2], of the angles position * theta^(-2i /
-    rot_dim)."""
+    """(cos, sin), fp32 [max_positions, rot_dim / 2], of angles position * theta^(-2i / rot_dim)."""
     exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32, device=device) / rot_dim
     frequencies = 1.0 / theta**exponents
     angles = torch.outer(

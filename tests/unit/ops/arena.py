@@ -1,10 +1,10 @@
-"""Strided views of a small arena, as the ops get them: axis 0 far apart, all bytes garbage at first."""
+"""Strided views of a small arena, as the ops get them: axis 0 far apart, garbage at first."""
 
 import torch
 
 
 class GarbageArena:
-    """`num_rows` rows of NaN with one part of `shape` inside each; knows which rows have changed."""
+    """`num_rows` rows of NaN, one part of `shape` inside each; knows which rows have changed."""
 
     def __init__(self, num_rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         numel = torch.Size(shape).numel()

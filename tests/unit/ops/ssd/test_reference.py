@@ -1,4 +1,4 @@
-"""The chunked scan against the recurrence, token by token in float64, and against its matrix form."""
+"""The chunked scan against the recurrence by token in float64, and against its matrix form."""
 
 from dataclasses import dataclass
 
@@ -217,23 +217,10 @@ def test_prefill_in_two_chunks_equals_prefill_in_one(cut):
     parts = []
     for start, stop in ((0, cut), (cut, 40)):
         here = slice(start, stop)
-        parts.append(
-            ssd_prefill(
-                p.x[here],
-                p.dt[here],
-                p.A,
-                p.B[here],
-                p.C[here],
-                p.D,
-                other.view,
-                torch.tensor([1]),
-                torch.tensor([0, stop - start]),
-                torch.tensor([start > 0]),
-                p.dt_bias,
-                NO_LIMIT,
-                16,
-            )  # fmt: skip
-        )
+        query_start, has_state = torch.tensor([0, stop - start]), torch.tensor([start > 0])
+        tokens = p.x[here], p.dt[here], p.A, p.B[here], p.C[here], p.D
+        where = other.view, torch.tensor([1]), query_start, has_state
+        parts.append(ssd_prefill(*tokens, *where, p.dt_bias, NO_LIMIT, 16))
     assert_close(torch.cat(parts), whole)
     assert_close(other.view[1], arena.view[slot])
 

@@ -1,0 +1,23 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tandem.errors import ShapeError
+from tandem.ops.activation.reference import activate, relu2, silu_mul
+
+
+def test_relu2_squares_what_is_positive():
+    assert relu2(torch.tensor([-3.0, 0.0, 2.0])).tolist() == [0.0, 0.0, 4.0]
+
+
+def test_silu_mul_gates_with_the_first_half():
+    gate, up = torch.randn(3, 5), torch.randn(3, 5)
+    assert torch.equal(silu_mul(torch.cat([gate, up], dim=-1)), F.silu(gate) * up)
+
+
+def test_activation_by_name():
+    x = torch.randn(3, 4)
+    assert torch.equal(activate(x, "relu2"), relu2(x))
+    assert torch.equal(activate(x, "silu_gated"), silu_mul(x))
+    with pytest.raises(ShapeError, match="gelu"):
+        activate(x, "gelu")
