@@ -90,7 +90,7 @@ def build_tiny(
                 tensor.copy_(torch.empty(tensor.shape).uniform_(-4, 0.5, generator=generator))
         for module in model.modules():
             # transformers clamps Nemotron-H's steps from below in prefill alone, with a value that
-            # published configs give for initialisation; the checkpoint's explicit limit is (0, inf).
+            # published configs give for initialisation; their explicit limit is (0, inf).
             if hasattr(module, "time_step_limit"):
                 module.time_step_limit = tuple(config.time_step_limit)
     if model.generation_config is not None:
