@@ -145,6 +145,8 @@ class Request:
     state: RequestState = RequestState.WAITING
     arrival: float = 0.0
     num_preemptions: int = 0
+    serial: int = 0  # order of arrival in this scheduler
+    num_sent_pages: int = 0  # pages that workers know of, counted from the first
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,485 @@
+"""When each request runs: `Scheduler`, one per engine.
+
+Each step it plans decode rows first, then chunks of prompts within the token budget, and admits
+waiting requests in order of arrival. It owns the life of every request and asks the CacheManager
+for memory; it knows no tensors, no peers and no clocks.
+
+Three rules keep it free of deadlock:
+- A request is admitted with the pages of all tokens it knows, a read with those of all it will
+  receive: nobody waits half-filled for memory that another half-filled one has.
+- Decode rows alone grow. Without a free page, the youngest running request gives up everything and
+  comes back by recompute; the oldest one therefore always advances.
+- What ends by itself (reads, leases, quarantine) is waited for, never preempted.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import takewhile
+
+from tandem.cache.manager import CacheCounts, CacheManager
+from tandem.config.engine import SchedulerOptions
+from tandem.errors import RequestError
+from tandem.scheduler.policy import (
+    CapacityRow,
+    Finish,
+    capacity_table,
+    check_request,
+    finish_of,
+)
+from tandem.scheduler.request import Request, RequestState, TokenDelta
+from tandem.scheduler.step import Chunk, NewRequest, StepPlan, StepResult
+from tandem.state.ticket import TokenLogprob
+
+# A model without recurrence has no slots; its chunks name none.
+NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class SchedulerCounts:
+    """Requests by state now, and totals since start. `cache`: who owns which memory."""
+
+    waiting: int
+    reading: int
+    running: int
+    finished_total: int
+    aborted_total: int
+    preempted_total: int
+    failed_reads_total: int
+    prompt_tokens_total: int  # fed through the model, recomputed ones included
+    output_tokens_total: int  # sampled here
+    cache: CacheCounts
+
+
+class Scheduler:
+    """Plans steps over one cache.
+
+    Args:
+        cache: pages and slots; nobody else reserves from it.
+        options: rows and tokens of one step.
+        max_model_len: longest prompt plus output.
+        recompute_failed_reads: what a read that failed becomes: an ordinary request that computes
+            its prompt here, or an error of this request alone.
+
+    Use: `schedule` -> workers run the plan -> `update`; one plan at a time. The other methods may
+    be called at any time between, also while a plan runs.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        options: SchedulerOptions,
+        *,
+        max_model_len: int,
+        recompute_failed_reads: bool = True,
+    ) -> None:
+        self.cache = cache
+        self.max_model_len = max_model_len
+        self._max_num_seqs = options.max_num_seqs
+        self._budget_tokens = options.budget_tokens
+        self._recompute_failed_reads = recompute_failed_reads
+        self._requests: dict[str, Request] = {}
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._reading: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._new_reads: list[Request] = []
+        self._deltas: list[TokenDelta] = []
+        self._known: set[str] = set()  # to workers
+        self._forget: list[str] = []
+        self._plan: StepPlan | None = None
+        self._planned: dict[str, Request] = {}  # requests of the plan that runs now
+        # Ended while the plan that runs now still writes to their memory: freed after it.
+        self._release_after_plan: list[str] = []
+        self._num_steps = 0
+        self._num_added = 0
+        self._totals = dict.fromkeys(
+            ("finished", "aborted", "preempted", "failed_reads", "prompt_tokens", "output_tokens"),
+            0,
+        )
+
+    # --- requests come and go ---
+
+    def add(self, request: Request) -> None:
+        """Queue a request. What it reports at once (the ticket's first token) is in `take_deltas`.
+
+        Raises: RequestError, CapacityError if it can never run here; nothing is kept of it then.
+        """
+        request_id = request.request_id
+        if self._owns(request_id):
+            raise RequestError(
+                f"request_id={request_id} is in use; choose another one", "request_id"
+            )
+        check_request(request, max_model_len=self.max_model_len, cache=self.cache)
+        request.state = RequestState.WAITING
+        request.num_computed = request.num_sent_pages = 0
+        request.serial = self._num_added
+        self._num_added += 1
+        ticket = request.ticket
+        if ticket is not None and not request.output_token_ids:
+            request.output_token_ids.append(ticket.first_token)
+            if self._report(request, [ticket.first_token], ticket.first_logprob) is not None:
+                return
+        elif (finish := finish_of(request)) is not None:
+            self._finish(request, finish)
+            return
+        self._requests[request_id] = request
+        self._waiting[request_id] = request
+
+    def _owns(self, request_id: str) -> bool:
+        return (
+            request_id in self._requests
+            or request_id in self._release_after_plan
+            or self.cache.is_held(request_id)
+            or self.cache.is_quarantined(request_id)
+        )
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request in any state; no delta follows. None if it has ended already.
+
+        The memory of a READING one goes to quarantine: call `cache.drained` when no byte can
+        arrive any more (at once if its read was never posted). A held prefill is not touched:
+        its lease decides.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._totals["aborted"] += 1
+        self._drop(request)
+        return request
+
+    def fail(self, request_id: str, error: str) -> Request | None:
+        """End one request with an error delta; its memory goes as in `abort`."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._deltas.append(
+            TokenDelta(
+                request_id=request_id,
+                token_ids=[],
+                finish_reason="error",
+                error=error,
+                num_prompt_tokens=len(request.prompt_token_ids),
+            )
+        )
+        self._totals["finished"] += 1
+        self._drop(request)
+        return request
+
+    def _drop(self, request: Request) -> None:
+        request_id = request.request_id
+        if request.state is RequestState.READING:
+            self._quarantine(request)
+        elif request.state is RequestState.RUNNING:
+            del self._running[request_id]
+            self._release(request_id)
+        else:
+            del self._waiting[request_id]
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        request.state = RequestState.FINISHED
+        self._requests.pop(request.request_id, None)
+        if request.request_id in self._known:
+            self._known.remove(request.request_id)
+            self._forget.append(request.request_id)
+
+    def _release(self, request_id: str) -> None:
+        # A step that runs may still write to this memory, and a read posted into it by its next
+        # owner would not wait for that step.
+        if request_id in self._planned:
+            self._release_after_plan.append(request_id)
+        else:
+            self.cache.release(request_id)
+
+    # --- reads ---
+
+    def next_reads(self) -> list[Request]:
+        """Requests that became READING since the last call: slot and pages of all their tokens are
+        theirs, and the engine shall fetch the ticket's state into the first
+        `cache.pages_for(ticket.num_tokens)` of the pages."""
+        self._admit_reads()
+        reads, self._new_reads = self._new_reads, []
+        return [request for request in reads if request.state is RequestState.READING]
+
+    def waiting_reads(self) -> list[Request]:
+        """Requests with a ticket whose memory is not reserved yet (leases may need renewal)."""
+        return [request for request in self._waiting.values() if request.ticket is not None]
+
+    def on_read_ready(self, request_id: str) -> None:
+        """Every byte has arrived: the request decodes from now on. Late events are ignored."""
+        request = self._reading.pop(request_id, None)
+        if request is None:
+            return
+        assert request.ticket is not None
+        request.num_computed = request.ticket.num_tokens
+        request.ticket = None
+        request.state = RequestState.RUNNING
+        self._running[request_id] = request
+
+    def on_read_failed(self, request_id: str, error: str) -> Request | None:
+        """The state will not come: recompute it here, or fail this request alone.
+
+        The reserved memory goes to quarantine as in `abort`. None if the request has ended.
+        """
+        request = self._reading.get(request_id)
+        if request is None:
+            return None
+        self._totals["failed_reads"] += 1
+        if not self._recompute_failed_reads:
+            return self.fail(request_id, error)
+        self._quarantine(request)
+        request.ticket = None
+        self._requeue(request)
+        return request
+
+    def _quarantine(self, request: Request) -> None:
+        del self._reading[request.request_id]
+        self.cache.quarantine(request.request_id)
+
+    def _requeue(self, request: Request) -> None:
+        """Back into the queue, at the place of its arrival."""
+        request.state = RequestState.WAITING
+        request.num_computed = request.num_sent_pages = 0
+        # The queue is in order of arrival, and few who wait came before one that ran.
+        earlier = list(takewhile(lambda item: item.serial < request.serial, self._waiting.values()))
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
+        for item in reversed(earlier):
+            self._waiting.move_to_end(item.request_id, last=False)
+
+    # --- a step ---
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can run now (reads and leases may change that)."""
+        assert self._plan is None, "schedule() before update() of the step that runs"
+        decode: list[Chunk] = []
+        prefill: list[Chunk] = []
+        budget = self._budget_tokens
+        rows = sorted(self._running.values(), key=lambda request: request.serial)
+        long: list[Request] = []
+        for request in rows:
+            if request.num_tokens - request.num_computed > 1 or request.num_computed == 0:
+                long.append(request)
+            elif budget and request.state is RequestState.RUNNING and self._grow(request):
+                decode.append(self._chunk(request, 1))
+                budget -= 1
+        for request in long:
+            if not budget:
+                break
+            if request.state is RequestState.RUNNING:
+                budget -= self._plan_chunk(request, budget, decode, prefill)
+        while budget and (admitted := self._admit_next()) is not None:
+            budget -= self._plan_chunk(admitted, budget, decode, prefill)
+        if not decode and not prefill:
+            return None
+        return self._start_plan(decode, prefill)
+
+    def _plan_chunk(
+        self, request: Request, budget: int, decode: list[Chunk], prefill: list[Chunk]
+    ) -> int:
+        num_tokens = min(budget, request.num_tokens - request.num_computed)
+        chunk = self._chunk(request, num_tokens)
+        # One token with state behind it is a decode row whatever it belongs to; one token at the
+        # start of a sequence has no state and is not.
+        (decode if num_tokens == 1 and chunk.start > 0 else prefill).append(chunk)
+        return num_tokens
+
+    def _chunk(self, request: Request, num_tokens: int) -> Chunk:
+        start = request.num_computed
+        stop = start + num_tokens
+        state = self.cache.state(request.request_id)
+        first_page = request.num_sent_pages
+        pages = state.pages[first_page:]
+        request.num_sent_pages = len(state.pages)
+        return Chunk(
+            request_id=request.request_id,
+            start=start,
+            token_ids=request.token_ids(start, stop),
+            slot=NO_SLOT if state.slot is None else state.slot,
+            first_page=first_page,
+            pages=pages,
+            sample=stop == request.num_tokens,
+        )
+
+    def _grow(self, request: Request) -> bool:
+        """Pages for the row's next token; preempts the youngest until there is one. False if the
+        row does not run in this step."""
+        while not self.cache.try_grow(request.request_id, request.num_tokens):
+            victim = max(self._running.values(), key=lambda item: item.serial)
+            if victim is request and len(self._running) == 1:
+                # Only reads, leases and quarantine hold the rest: they end without our help.
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        del self._running[request.request_id]
+        self.cache.release(request.request_id)
+        request.num_preemptions += 1
+        self._totals["preempted"] += 1
+        self._requeue(request)
+
+    def _admit_next(self) -> Request | None:
+        """Admit the next request that computes, and the reads before it, which cost no tokens."""
+        self._admit_reads()
+        request = next(iter(self._waiting.values()), None)
+        if request is None or request.ticket is not None or not self._reserve(request):
+            return None
+        request.state = RequestState.RUNNING
+        self._running[request.request_id] = request
+        return request
+
+    def _admit_reads(self) -> None:
+        while (request := next(iter(self._waiting.values()), None)) is not None:
+            if request.ticket is None or not self._reserve(request):
+                return
+            request.state = RequestState.READING
+            self._reading[request.request_id] = request
+            self._new_reads.append(request)
+
+    def _reserve(self, request: Request) -> bool:
+        """Take a row, a slot and the pages of all known tokens, and leave the queue."""
+        num_rows = len(self._running) + len(self._reading)
+        if num_rows >= self._max_num_seqs:
+            return False
+        # Who was preempted, or comes with its state, would be dear to preempt soon: it enters when
+        # each row can take one page more. Others enter as soon as they fit.
+        is_dear = request.num_preemptions > 0 or request.ticket is not None
+        spare_pages = num_rows if is_dear else 0
+        state = self.cache.try_reserve(
+            request.request_id, request.num_tokens, spare_pages=spare_pages
+        )
+        if state is None:
+            return False
+        del self._waiting[request.request_id]
+        return True
+
+    def _start_plan(self, decode: list[Chunk], prefill: list[Chunk]) -> StepPlan:
+        chunks = decode + prefill
+        new_requests: list[NewRequest] = []
+        for chunk in chunks:
+            request = self._requests[chunk.request_id]
+            self._planned[chunk.request_id] = request
+            if chunk.request_id not in self._known:
+                self._known.add(chunk.request_id)
+                new_requests.append(
+                    NewRequest(
+                        request_id=chunk.request_id,
+                        prompt_token_ids=request.prompt_token_ids,
+                        generated=list(request.output_token_ids),
+                        sampling=request.sampling,
+                    )
+                )
+        self._plan = StepPlan(
+            step_id=self._num_steps,
+            forget=self._forget,
+            new_requests=new_requests,
+            chunks=chunks,
+            num_decode=len(decode),
+        )
+        self._forget = []
+        self._num_steps += 1
+        return self._plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Take in what a step sampled; returns what to report, earlier unreported deltas first.
+
+        A held prefill that has its first token yields finish_reason "hold" without a ticket: its
+        memory is `cache.held(request_id)` from then on, and the caller grants the lease.
+        """
+        assert plan is self._plan, "update() with another plan than the one that runs"
+        assert result.step_id == plan.step_id, f"result {result.step_id} of step {plan.step_id}"
+        planned, self._planned, self._plan = self._planned, {}, None
+        for request_id in self._release_after_plan:
+            self.cache.release(request_id)
+        self._release_after_plan.clear()
+        samples = {sample.request_id: sample for sample in result.samples}
+        for chunk in plan.chunks:
+            sample = samples[chunk.request_id] if chunk.sample else None
+            request = planned[chunk.request_id]
+            if request.state is not RequestState.RUNNING:
+                continue  # aborted while the step ran
+            request.num_computed += len(chunk.token_ids)
+            if chunk.start < len(request.prompt_token_ids):
+                self._totals["prompt_tokens"] += len(chunk.token_ids)
+            if sample is not None:
+                request.output_token_ids.append(sample.token_id)
+                self._totals["output_tokens"] += 1
+                self._report(request, [sample.token_id], sample.logprob)
+        return self.take_deltas()
+
+    def take_deltas(self) -> list[TokenDelta]:
+        """Deltas that arose outside `update`: first tokens of tickets, errors."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _report(
+        self, request: Request, token_ids: list[int], logprob: TokenLogprob | None
+    ) -> Finish | None:
+        """Queue the delta of new tokens, and finish or hold the request if they end it."""
+        finish = finish_of(request)
+        if finish is None and request.hold:
+            finish = Finish("hold")
+        self._deltas.append(
+            TokenDelta(
+                request_id=request.request_id,
+                token_ids=token_ids,
+                logprobs=[logprob]
+                if logprob is not None and request.sampling.logprobs is not None
+                else None,
+                finish_reason=finish.reason if finish else None,
+                stop_token_id=finish.stop_token_id if finish else None,
+                num_prompt_tokens=len(request.prompt_token_ids),
+            )
+        )
+        if finish is not None:
+            self._close(request, finish)
+        return finish
+
+    def _finish(self, request: Request, finish: Finish) -> None:
+        """Finish a request that has nothing new to report."""
+        self._deltas.append(
+            TokenDelta(
+                request_id=request.request_id,
+                token_ids=[],
+                finish_reason=finish.reason,
+                stop_token_id=finish.stop_token_id,
+                num_prompt_tokens=len(request.prompt_token_ids),
+            )
+        )
+        self._close(request, finish)
+
+    def _close(self, request: Request, finish: Finish) -> None:
+        if request.state is RequestState.RUNNING:
+            del self._running[request.request_id]
+            if finish.reason == "hold":
+                self.cache.hold(request.request_id)
+            else:
+                self.cache.release(request.request_id)
+        self._totals["finished"] += 1
+        self._end(request)
+
+    # --- what is going on ---
+
+    def has_work(self) -> bool:
+        """Whether any request is unfinished or any delta unreported."""
+        return bool(self._requests or self._deltas)
+
+    def capacity_table(self, lengths: tuple[int, ...]) -> list[CapacityRow]:
+        """How many sequences of each length run at once, for the start-up log."""
+        return capacity_table(self.cache.geometry, self._max_num_seqs, lengths)
+
+    def counts(self) -> SchedulerCounts:
+        return SchedulerCounts(
+            waiting=len(self._waiting),
+            reading=len(self._reading),
+            running=len(self._running),
+            finished_total=self._totals["finished"],
+            aborted_total=self._totals["aborted"],
+            preempted_total=self._totals["preempted"],
+            failed_reads_total=self._totals["failed_reads"],
+            prompt_tokens_total=self._totals["prompt_tokens"],
+            output_tokens_total=self._totals["output_tokens"],
+            cache=self.cache.counts(),
+        )
