@@ -186,6 +186,11 @@ class _Keys:
         return low, high
 
 
+# A config may carry both names; this order decides.
+_NORM_EPS = {
+    "nemotron_h": ("layer_norm_epsilon", "rms_norm_eps"),
+    "bamba": ("rms_norm_eps",),
+}
 _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 _BLOCK_TYPES = {
     "mamba": "mamba2",
@@ -201,6 +206,10 @@ def _nemotron_layer_kinds(keys: _Keys) -> list[str]:
     pattern = keys.get("hybrid_override_pattern")
     names = keys.get("layers_block_type", "layer_types")
     if names is not None:
+        if not isinstance(names, list) or not names:
+            raise ModelError(
+                f"{keys.source}: layers_block_type={names!r}; expected a list of names"
+            )
         unknown = sorted({str(name) for name in names} - set(_BLOCK_TYPES))
         if unknown:
             raise ModelError(
@@ -255,7 +264,7 @@ def _nemotron_layers(keys: _Keys) -> tuple[LayerConfig, ...]:
         has_bias=keys.flag("attention_bias", False),
         rotary=None,
     )
-    norm_eps = keys.number("layer_norm_epsilon", "rms_norm_eps", default=1e-5)
+    norm_eps = keys.number(*_NORM_EPS["nemotron_h"], default=1e-5)
     keys.one_of("mamba_hidden_act", ("silu",), "silu")
     mamba = Mamba2Config(
         num_heads=keys.integer("mamba_num_heads"),
@@ -264,7 +273,8 @@ def _nemotron_layers(keys: _Keys) -> tuple[LayerConfig, ...]:
         state_size=keys.integer("ssm_state_size"),
         conv_kernel=keys.integer("conv_kernel", "mamba_d_conv", default=4, minimum=2),
         has_conv_bias=keys.flag("use_conv_bias", True),
-        has_proj_bias=keys.flag("mamba_proj_bias", keys.flag("use_bias", False)),
+        # `mamba_proj_bias` stands in published configs too, but no projection follows it.
+        has_proj_bias=keys.flag("use_bias", False),
         dt_limit=keys.dt_limit(),
         chunk_size=keys.integer("chunk_size", "mamba_chunk_size", default=128),
         norm_eps=norm_eps,
@@ -300,13 +310,18 @@ def _nemotron_moe(keys: _Keys, activation: str, has_bias: bool) -> MoeConfig:
         raise ModelError(
             f"{keys.source}: num_experts_per_tok={top_k} exceeds those in {topk_groups} groups"
         )
-    shared_size = keys.integer("moe_shared_expert_intermediate_size", default=0, minimum=0)
+    num_shared = keys.integer("n_shared_experts", default=1, minimum=0)
+    if num_shared > 1:
+        raise ModelError(
+            f"{keys.source}: n_shared_experts={num_shared} is not supported; expected 0 or 1"
+        )
+    shared_size = keys.integer("moe_shared_expert_intermediate_size") if num_shared else 0
     latent_size = keys.get("moe_latent_size")
     return MoeConfig(
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=keys.integer("moe_intermediate_size"),
-        shared_intermediate_size=shared_size * keys.integer("n_shared_experts", default=1),
+        shared_intermediate_size=shared_size,
         latent_size=None if latent_size is None else keys.integer("moe_latent_size"),
         activation=activation,
         num_groups=num_groups,
@@ -348,7 +363,7 @@ def _bamba_layers(keys: _Keys) -> tuple[LayerConfig, ...]:
     if mamba_dim == "auto":
         mamba_dim = keys.integer("mamba_expand", default=2) * hidden_size // mamba_heads
     keys.one_of("hidden_act", ("silu",), "silu")
-    norm_eps = keys.number("rms_norm_eps", default=1e-5)
+    norm_eps = keys.number(*_NORM_EPS["bamba"], default=1e-5)
     mamba = Mamba2Config(
         num_heads=mamba_heads,
         head_dim=int(mamba_dim),
@@ -363,11 +378,13 @@ def _bamba_layers(keys: _Keys) -> tuple[LayerConfig, ...]:
     )
     _check_groups(keys, mamba.num_heads, mamba.num_groups)
     mlp = MlpConfig(keys.integer("intermediate_size"), "silu_gated", keys.flag("mlp_bias", False))
-    attention_layers = set(keys.get("attn_layer_indices", default=[]))
-    if any(not 0 <= index < num_layers for index in attention_layers):
+    attention_layers = keys.get("attn_layer_indices", default=[])
+    if not isinstance(attention_layers, list) or not all(
+        isinstance(index, int) and 0 <= index < num_layers for index in attention_layers
+    ):
         raise ModelError(
-            f"{keys.source}: attn_layer_indices={sorted(attention_layers)} is outside "
-            f"0..{num_layers - 1}"
+            f"{keys.source}: attn_layer_indices={attention_layers!r}; expected a list of numbers "
+            f"in 0..{num_layers - 1}"
         )
     return tuple(
         LayerConfig((attention if index in attention_layers else mamba,), mlp)
@@ -426,7 +443,6 @@ def load_model_config(
             f"{keys.source}: quantization_config is not supported; use an unquantised checkpoint"
         )
     layers = _FAMILIES[family](keys)
-    eos = keys.get("eos_token_id", default=())
     stored_dtype = str(keys.get("dtype", "torch_dtype", default="float32")).removeprefix("torch.")
     stored_state = str(keys.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default="float32"))
     shape = (family, keys.integer("vocab_size"), keys.integer("hidden_size"), layers)
@@ -436,17 +452,36 @@ def load_model_config(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=keys.integer("hidden_size"),
         layers=layers,
-        norm_eps=keys.number("layer_norm_epsilon", "rms_norm_eps", default=1e-5),
+        norm_eps=keys.number(*_NORM_EPS[family], default=1e-5),
         dtype=_checked_dtype(keys, "dtype", dtype or stored_dtype),
         state_dtype=_checked_dtype(keys, "state_dtype", state_dtype or stored_state),
         tie_embeddings=keys.flag("tie_word_embeddings", False),
-        max_position=keys.integer("max_position_embeddings", default=1 << 20),
+        max_position=keys.integer("max_position_embeddings", default=1 << 18),
         residual_in_fp32=keys.flag("residual_in_fp32", False),
         bos_token_id=keys.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        eos_token_ids=_eos_token_ids(keys, folder),
         pad_token_id=keys.get("pad_token_id"),
         digest=hashlib.sha256(repr(shape).encode()).hexdigest()[:16],
     )
+
+
+def _eos_token_ids(keys: _Keys, folder: Path) -> tuple[int, ...]:
+    """Ids of config.json, then those that generation_config.json adds: chat models end a turn with
+    a token that only the latter names."""
+    sources = [keys]
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        sources.append(_Keys(read_config_json(generation), generation))
+    found: list[int] = []
+    for source in sources:
+        value = source.get("eos_token_id", default=[])
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
+            raise ModelError(
+                f"{source.source}: eos_token_id={value!r}; expected a token id or a list of them"
+            )
+        found += ids
+    return tuple(dict.fromkeys(found))
 
 
 def _checked_dtype(keys: _Keys, name: str, dtype: str) -> str:
