@@ -24,6 +24,8 @@ _SIGNATURES = {
     "tandem_advise_huge_pages": "-:pi",
     "tandem_linear_pack": "-:pipii",
     "tandem_linear_rows": "-:pppii",
+    "tandem_ssd_update": "-:iiippppppppppiiiiiiiiiiiiffi",
+    "tandem_ssd_prefill": "-:iiippppppppppiiiiiiiiiiiiffippi",
 }
 _SIGNATURES_BF16_DOT = {"tandem_linear_bf16": "-:pipppiiii"}
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "-": None}

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
@@ -16,6 +17,7 @@
 
 #define TANDEM_API extern "C" __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
@@ -244,4 +246,21 @@ INLINE void with_dtype(int64_t dtype, F&& call) {
   } else {
     call(f16{});
   }
+}
+
+// `count` values from element `index` of a tensor on, as fp32; `to` is filled with zeros up to a
+// whole vector.
+[[maybe_unused]] static void read_floats(int64_t dtype, const void* base, int64_t index, int64_t count, float* to) {
+  with_dtype(dtype, [&](auto value) {
+    auto from = (const decltype(value)*)base + index;
+    for (int64_t i = 0; i < count; i += kLanes) store(to + i, load_some(from + i, count - i));
+  });
+}
+
+[[maybe_unused]] static void write_floats(int64_t dtype, void* base, int64_t index, int64_t count,
+                                          const float* from) {
+  with_dtype(dtype, [&](auto value) {
+    auto to = (decltype(value)*)base + index;
+    for (int64_t i = 0; i < count; i += kLanes) store_some(to + i, load(from + i), count - i);
+  });
 }
