@@ -102,3 +102,45 @@ def test_greedy_ids_equal_those_of_generate(case: Case) -> None:
         output += chunk
     assert output == generated
     assert len(set(output)) > 5, "a prompt that repeats one token proves little"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("nemotron_h", {"use_bias": True, "mlp_bias": True, "n_groups": 1}),
+        ("nemotron_h", {"use_conv_bias": False, "conv_kernel": 2, "tie_word_embeddings": True}),
+        ("nemotron_h", {"num_key_value_heads": 4, "vocab_size": 509, "head_dim": 24}),
+        ("nemotron_h_moe", {"norm_topk_prob": False, "mlp_bias": True}),
+        ("nemotron_h_moe", {"n_group": 1, "topk_group": 1}),
+        ("nemotron_h_latent", {"mlp_bias": True}),
+        ("bamba", {"attention_bias": True, "mamba_proj_bias": True, "mlp_bias": True}),
+        ("bamba", {"mamba_n_groups": 1, "tie_word_embeddings": True, "mamba_conv_bias": False}),
+    ],
+)
+def test_variants_of_a_config(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    _, model = build_tiny(name, **overrides)
+    model.save_pretrained(tmp_path)
+    tokens = random_tokens(21, vocab_size=500)
+    expected = model(torch.tensor([tokens]), use_cache=False).logits[0].detach()
+    stepper = Stepper(tmp_path)
+    (whole,) = stepper.step([(0, tokens[:20])])
+    (decoded,) = stepper.step([(0, tokens[20:])])
+    check(torch.cat([whole, decoded]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", TINY)
+def test_16_bit_weights(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As close to the fp32 model as transformers is in the same dtype."""
+    _, model = build_tiny(name, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    tokens = random_tokens(21)
+    exact = TokenLoop(model).tokens(tokens)
+    theirs = model(torch.tensor([tokens]), use_cache=False).logits[0].detach().double()
+    stepper = Stepper(tmp_path)
+    (whole,) = stepper.step([(0, tokens[:20])])
+    (decoded,) = stepper.step([(0, tokens[20:])])
+    ours = torch.cat([whole, decoded]).double()
+    error = (ours - exact).square().mean().sqrt()
+    assert error < 1.5 * (theirs - exact).square().mean().sqrt()
+    assert error < 0.2 * exact.square().mean().sqrt()
