@@ -33,6 +33,11 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def setting_names() -> list[str]:
+    """Every setting, in the order of its section."""
+    return [item.name for section in SECTIONS.values() for item in fields(section)]
+
+
 def flag_parameters() -> list[inspect.Parameter]:
     """Keyword parameters, one per setting, in the form that typer turns into options."""
     parameters = []

@@ -143,6 +143,7 @@ class Scheduler:
         if request is None:
             return None
         self._totals["aborted"] += 1
+        self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
         self._drop(request)
         return request
 
@@ -407,6 +408,16 @@ class Scheduler:
                 request.output_token_ids.append(sample.token_id)
                 self._totals["output_tokens"] += 1
                 self._report(request, [sample.token_id], sample.logprob)
+        return self.take_deltas()
+
+    def cancel(self, plan: StepPlan) -> list[TokenDelta]:
+        """Forget a step that failed on the workers, after `fail` of every request in it."""
+        assert plan is self._plan, "cancel() of another plan than the one that runs"
+        assert not any(chunk.request_id in self._running for chunk in plan.chunks)
+        self._planned, self._plan = {}, None
+        for request_id in self._release_after_plan:
+            self.cache.release(request_id)
+        self._release_after_plan.clear()
         return self.take_deltas()
 
     def take_deltas(self) -> list[TokenDelta]:

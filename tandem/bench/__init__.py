@@ -1,0 +1,1 @@
+"""Measures speed beside its limit. Never asserted in a test."""

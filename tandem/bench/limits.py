@@ -1,0 +1,125 @@
+"""What bounds a step: bytes that must move and operations that must be done, from the model's
+shapes.
+
+Counted per token or per sequence; divided by what the machine was measured to do, they give the
+floor that every figure is printed beside. No torch except in `measure_machine`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.config.model import (
+    AttentionConfig,
+    FeedForwardConfig,
+    Mamba2Config,
+    MixerConfig,
+    MlpConfig,
+    ModelConfig,
+)
+from tandem.state.spec import build_state_spec
+from tandem.units import dtype_nbytes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ceilings of this machine: bytes per second from memory, bf16 operations per second."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    threads: int
+
+
+def measure_machine(threads: int) -> Machine:
+    """Read bandwidth over 1 GiB and a 1024-wide bf16 matrix product; medians, random data."""
+    import torch
+
+    torch.set_num_threads(threads)
+    data = torch.randn(1 << 28)  # 1 GiB of fp32, far beyond any cache
+    left = torch.randn(1024, 2048).bfloat16()
+    right = torch.randn(4096, 2048).bfloat16()
+    with torch.inference_mode():
+        reads = [_timed(lambda: data.sum()) for _ in range(7)]
+        products = [_timed(lambda: torch.nn.functional.linear(left, right)) for _ in range(15)]
+    flops = 2.0 * left.shape[0] * left.shape[1] * right.shape[0]
+    nbytes = data.numel() * 4.0
+    return Machine(nbytes / sorted(reads)[3], flops / sorted(products)[7], threads)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def mixer_parameters(mixer: MixerConfig, hidden_size: int) -> int:
+    """Matrix weights of one mixer."""
+    if isinstance(mixer, AttentionConfig):
+        width = (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
+        return hidden_size * width
+    assert isinstance(mixer, Mamba2Config)
+    conv = mixer.inner_size + 2 * mixer.num_groups * mixer.state_size
+    in_size = mixer.inner_size + conv + mixer.num_heads  # gate, conv channels, dt
+    return hidden_size * (in_size + mixer.inner_size)
+
+
+def feed_forward_parameters(item: FeedForwardConfig, hidden_size: int) -> tuple[int, int]:
+    """(weights held, weights that one token uses)."""
+    if isinstance(item, MlpConfig):
+        matrices = 3 if item.activation == "silu_gated" else 2
+        size = matrices * hidden_size * item.intermediate_size
+        return size, size
+    inner = item.latent_size or hidden_size
+    expert = 2 * inner * item.intermediate_size
+    shared = 2 * hidden_size * item.shared_intermediate_size
+    latent = 2 * hidden_size * item.latent_size if item.latent_size else 0
+    common = shared + latent + hidden_size * item.num_experts
+    return common + item.num_experts * expert, common + item.top_k * expert
+
+
+@dataclass(frozen=True)
+class Work:
+    """Matrix weights (held and used by one token), and bytes of state of one sequence."""
+
+    num_weights: int
+    num_used_weights: int
+    weight_nbytes: int
+    state_nbytes: int
+    kv_nbytes_per_token: int
+
+
+def count_work(model: ModelConfig) -> Work:
+    """Per rank 0 of 1. The embedding is read by row and not counted; the head is."""
+    held = used = model.vocab_size * model.hidden_size
+    for layer in model.layers:
+        for mixer in layer.mixers:
+            size = mixer_parameters(mixer, model.hidden_size)
+            held, used = held + size, used + size
+        if layer.feed_forward is not None:
+            all_of, one_of = feed_forward_parameters(layer.feed_forward, model.hidden_size)
+            held, used = held + all_of, used + one_of
+    spec = build_state_spec(model, tp=1, rank=0, page_tokens=16)
+    return Work(
+        num_weights=held,
+        num_used_weights=used,
+        weight_nbytes=held * dtype_nbytes(model.dtype),
+        state_nbytes=spec.slot_nbytes,
+        kv_nbytes_per_token=spec.page_nbytes // 16,
+    )
+
+
+def prefill_floor_s(work: Work, machine: Machine, num_tokens: int) -> float:
+    """Matrix products alone, at the measured rate."""
+    return 2.0 * work.num_used_weights * num_tokens / machine.flops_per_s
+
+
+def decode_floor_s(work: Work, machine: Machine, batch: int, context: int) -> float:
+    """Weights once, state read and written, K/V read; or the products, whichever is longer."""
+    weights = min(work.num_weights, work.num_used_weights * batch)
+    nbytes = (
+        weights * (work.weight_nbytes / work.num_weights)
+        + batch * 2 * work.state_nbytes
+        + batch * context * work.kv_nbytes_per_token
+    )
+    flops = 2.0 * work.num_used_weights * batch
+    return max(nbytes / machine.bytes_per_s, flops / machine.flops_per_s)

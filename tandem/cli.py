@@ -1,0 +1,157 @@
+"""The command line. Commands parse flags and hand over; nothing here imports torch."""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from tandem import log as tandem_log
+from tandem.config.args import build_config, flag_parameters
+from tandem.errors import TandemError
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve models that mix recurrent layers with attention, prefill and decode apart.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Measure speed; every figure stands beside its limit.")
+app.add_typer(bench_app, name="bench", no_args_is_help=True)
+
+ModelArgument = Annotated[str, typer.Argument(help="local HF folder", show_default=False)]
+Host = Annotated[str, typer.Option(help="address to listen on")]
+Port = Annotated[int, typer.Option(help="port to listen on; 0: any free one")]
+LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR")]
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, besides its own options, one flag per engine setting (config/args.py)."""
+    own = [
+        parameter
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    names = {parameter.name for parameter in own}
+    parameters = own + [item for item in flag_parameters() if item.name not in names]
+
+    def wrapped(**values: Any) -> None:
+        command(**values)
+
+    wrapped.__name__ = command.__name__
+    wrapped.__doc__ = command.__doc__
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {item.name: item.annotation for item in parameters}
+    return wrapped
+
+
+@app.command()
+@_with_settings
+def serve(
+    model: ModelArgument,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    prefill: Annotated[int, typer.Option(help="prefill engines to start here")] = 0,
+    decode: Annotated[int, typer.Option(help="decode engines to start here")] = 0,
+    prefill_tp: Annotated[int, typer.Option(help="tp of each prefill engine")] = 1,
+    decode_tp: Annotated[int, typer.Option(help="tp of each decode engine")] = 1,
+    prefill_page_tokens: Annotated[
+        int | None, typer.Option(help="page_tokens of prefill engines; default: --page-tokens")
+    ] = None,
+    log_level: LogLevel = None,
+    **settings: Any,
+) -> None:
+    """Serve a model: one engine, a prefill or decode engine (--role), or both with a router."""
+    from tandem.server.launch import serve_engine, serve_pair
+
+    config = build_config(model, settings)
+    if prefill or decode:
+        serve_pair(
+            config,
+            host=host,
+            port=port,
+            num_prefill=prefill,
+            num_decode=decode,
+            prefill_tp=prefill_tp,
+            decode_tp=decode_tp,
+            prefill_page_tokens=prefill_page_tokens,
+            log_level=log_level,
+        )
+    else:
+        serve_engine(config, host=host, port=port, log_level=log_level)
+
+
+@app.command()
+def route(
+    prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine; repeatable")],
+    decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeatable")],
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    log_level: LogLevel = None,
+) -> None:
+    """Route requests to prefill and decode engines that were started by hand."""
+    from tandem.server.launch import serve_router
+
+    serve_router(prefill, decode, host=host, port=port, log_level=log_level)
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    tp: Annotated[int, typer.Option(help="tensor-parallel size")] = 1,
+    rank: Annotated[int, typer.Option(help="the rank to show")] = 0,
+    page_tokens: Annotated[int, typer.Option(help="tokens of one page")] = 16,
+    peer_tp: Annotated[
+        int | None, typer.Option(help="tp of the engine to read from; shows what would move")
+    ] = None,
+    peer_page_tokens: Annotated[
+        int | None, typer.Option(help="page_tokens of that engine; default: the same")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="weights and K/V")] = None,
+    state_dtype: Annotated[str | None, typer.Option(help="recurrent state at rest")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Show how memory is laid out and what a transfer would move, from config.json alone."""
+    from tandem.config.model import load_model_config
+    from tandem.transfer.memory_plan import build_plan, render_plan
+
+    config = load_model_config(model, dtype=dtype, state_dtype=state_dtype)
+    result = build_plan(
+        config,
+        tp=tp,
+        rank=rank,
+        page_tokens=page_tokens,
+        peer_tp=peer_tp,
+        peer_page_tokens=peer_page_tokens,
+    )
+    typer.echo(json.dumps(result, indent=1) if as_json else render_plan(result))
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str | None, typer.Option(help="what to ask")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="leave it running")] = False,
+    port: Port = 0,
+) -> None:
+    """Serve the model that ships with Tandem, prefill and decode apart, and ask it something."""
+    from tandem.server.demo import run_demo
+
+    run_demo(prompt=prompt, keep=keep, port=port)
+
+
+def main() -> None:
+    """Entry point: errors of ours become one line on stderr and exit status 2."""
+    tandem_log.configure()
+    try:
+        app()
+    except TandemError as error:
+        typer.echo(f"tandem: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Child processes: started with their settings on stdin, which stays open as a life line.
+
+A child that reads end-of-file there has lost its parent and leaves at once, so no engine process
+outlives the command that started it, however that command ended. Settings are JSON; nothing is
+pickled.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+
+def spawn(
+    module: str, settings: msgspec.Struct, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Run `python -m module` and hand it `settings` as its first line of stdin."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        env={**os.environ, **(environment or {})},
+        # Ctrl-C in a terminal reaches the parent alone; it ends its children in order.
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(settings) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def read_settings(kind: type[Settings]) -> Settings:
+    """The settings that `spawn` wrote; starts the watch over the life line."""
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+
+    def leave_with_parent() -> None:
+        while sys.stdin.buffer.read(1):
+            continue
+        os._exit(0)
+
+    threading.Thread(target=leave_with_parent, name="life-line", daemon=True).start()
+    return settings
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
+    """Close the life line, wait, and kill what does not leave."""
+    if process.stdin is not None and not process.stdin.closed:
+        process.stdin.close()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

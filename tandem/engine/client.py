@@ -1,0 +1,208 @@
+"""The asynchronous client of an engine core that runs in a process of its own. Imports no torch."""
+
+import asyncio
+import contextlib
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.child import end, spawn
+from tandem.engine.messages import (
+    Abort,
+    CoreSettings,
+    DebugQuery,
+    Deltas,
+    EngineInfo,
+    Heartbeat,
+    Refused,
+    ReleaseTicket,
+    Submit,
+    ToCore,
+    ToFrontend,
+)
+from tandem.errors import EngineDeadError, RequestError, TandemError
+from tandem.log import get_logger
+from tandem.scheduler.request import EngineRequest, TokenDelta
+
+log = get_logger(__name__)
+
+# A core sends a heartbeat every second between steps. One long prefill step may take several.
+STALL_S = 60.0
+
+
+class EngineClient:
+    """Starts a core process, submits requests to it and routes what it answers.
+
+    One client owns one core: closing the client ends the process. All methods belong to one event
+    loop.
+    """
+
+    def __init__(self, config: EngineConfig, log_level: str | None = None) -> None:
+        self._config = config
+        self._log_level = log_level
+        self._queues: dict[str, asyncio.Queue[TokenDelta | TandemError]] = {}
+        self._debug_waiters: dict[int, asyncio.Future[Heartbeat]] = {}
+        self._query_ids = count(1)
+        self._stats: dict[str, float] = {}
+        self._not_ready: str | None = "starting"
+        self._last_heard = time.monotonic()
+        self._dead: TandemError | None = None
+        self._info: EngineInfo | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-")
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.set_hwm(0)
+        self._decoder = msgspec.msgpack.Decoder(ToFrontend)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "start() first"
+        return self._info
+
+    async def start(self) -> EngineInfo:
+        """Start the core and wait until it is ready; raises what stopped it (ModelError, ...)."""
+        endpoint = f"ipc://{Path(self._folder.name) / 'core'}"
+        self._socket.bind(endpoint)
+        settings = CoreSettings(self._config, endpoint, self._log_level)
+        self._process = spawn("tandem.engine.process", settings)
+        ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._receive(ready))
+        try:
+            self._info = await ready
+        except BaseException:
+            await self.close()
+            raise
+        return self._info
+
+    async def _receive(self, ready: asyncio.Future[EngineInfo]) -> None:
+        while True:
+            if not await self._socket.poll(500):
+                if self._process is not None and self._process.poll() is not None:
+                    code = self._process.returncode
+                    self._fail(EngineDeadError(f"the engine process ended with status {code}"))
+                    if not ready.done():
+                        ready.set_exception(self._dead or EngineDeadError("engine ended"))
+                    return
+                continue
+            message: ToFrontend = self._decoder.decode(await self._socket.recv())
+            self._last_heard = time.monotonic()
+            if isinstance(message, Deltas):
+                for delta in message.deltas:
+                    self._put(delta.request_id, delta)
+            elif isinstance(message, Refused):
+                self._put(message.request_id, message.failure.error())
+            elif isinstance(message, Heartbeat):
+                self._stats, self._not_ready = message.stats, message.not_ready
+                waiter = self._debug_waiters.pop(message.query_id or 0, None)
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(message)
+            elif isinstance(message, EngineInfo):
+                self._not_ready = None
+                if not ready.done():
+                    ready.set_result(message)
+            else:
+                self._fail(message.error())
+                if not ready.done():
+                    ready.set_exception(message.error())
+                    return
+
+    def _put(self, request_id: str, item: TokenDelta | TandemError) -> None:
+        queue = self._queues.get(request_id)
+        if queue is not None:
+            queue.put_nowait(item)
+
+    def _fail(self, error: TandemError) -> None:
+        """The engine is gone: every request and every waiter learns it now."""
+        self._dead = error
+        log.error("engine lost: %s", error)
+        for queue in self._queues.values():
+            queue.put_nowait(error)
+        for waiter in self._debug_waiters.values():
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    async def _send(self, message: ToCore) -> None:
+        if self._dead is not None:
+            raise self._dead
+        await self._socket.send(self._encoder.encode(message))
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+        """Deltas of one request until it finishes. Closing the iterator early aborts it.
+
+        Raises: RequestError or CapacityError if it is refused; EngineDeadError if the engine ends.
+        """
+        if request.request_id in self._queues:
+            raise RequestError(
+                f"request_id={request.request_id!r} is already running", "request_id"
+            )
+        queue: asyncio.Queue[TokenDelta | TandemError] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        is_over = False
+        try:
+            await self._send(Submit(request))
+            while not is_over:
+                item = await queue.get()
+                is_over = isinstance(item, TandemError) or item.finish_reason is not None
+                if isinstance(item, TandemError):
+                    raise item
+                yield item
+        finally:
+            del self._queues[request.request_id]
+            if not is_over and self._dead is None:
+                # Not awaited to the end if the loop is closing: the core also notices a lost
+                # frontend.
+                with contextlib.suppress(EngineDeadError):
+                    await self._send(Abort(request.request_id))
+
+    async def release_ticket(self, ticket_id: str) -> None:
+        """Give back a held prefill that nobody will read. Unknown ids are ignored."""
+        await self._send(ReleaseTicket(ticket_id))
+
+    async def stats(self) -> dict[str, float]:
+        """Counters and pools as of now (asks the core; falls back to the last heartbeat)."""
+        query_id = next(self._query_ids)
+        waiter: asyncio.Future[Heartbeat] = asyncio.get_running_loop().create_future()
+        self._debug_waiters[query_id] = waiter
+        try:
+            await self._send(DebugQuery(query_id))
+            return (await asyncio.wait_for(waiter, 2.0)).stats
+        except (TimeoutError, EngineDeadError):
+            return self._stats
+        finally:
+            self._debug_waiters.pop(query_id, None)
+
+    def not_ready(self) -> str | None:
+        """Why the engine should get no requests now, or None."""
+        if self._dead is not None:
+            return str(self._dead)
+        silent_s = time.monotonic() - self._last_heard
+        if silent_s > STALL_S:
+            return f"the engine made no progress for {silent_s:.0f} s"
+        return self._not_ready
+
+    async def close(self) -> None:
+        """End the core process and wait for it."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        if self._process is not None:
+            await asyncio.to_thread(end, self._process)
+            self._process = None
+        self._dead = self._dead or EngineDeadError("the engine was closed")
+        self._socket.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()

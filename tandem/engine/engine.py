@@ -1,0 +1,322 @@
+"""The core of an engine: scheduler, cache, transfers and ranks, turned by one loop.
+
+`step()` does one turn: reads move on, ended leases free their memory, the next plan runs on every
+rank, and what came out is returned. It never waits for a peer. Not thread-safe, except `check` and
+`stats`.
+"""
+
+import random
+import time
+import uuid
+from dataclasses import asdict, replace
+
+import msgspec
+
+from tandem.cache.lease import LeaseTable
+from tandem.cache.manager import CacheManager
+from tandem.config.engine import EngineConfig
+from tandem.engine.executor import Executor, start_executor
+from tandem.engine.holds import HoldDesk
+from tandem.engine.messages import EngineInfo
+from tandem.engine.reads import ReadDesk
+from tandem.engine.sizing import log_sizing, size_engine
+from tandem.errors import EngineDeadError, RequestError, TandemError
+from tandem.log import get_logger
+from tandem.runner.worker import model_config
+from tandem.scheduler.policy import build_request, check_request
+from tandem.scheduler.request import EngineRequest, Request, TokenDelta
+from tandem.scheduler.scheduler import Scheduler
+from tandem.scheduler.step import StepPlan
+from tandem.state.ticket import Ticket
+from tandem.transfer.identity import EngineIdentity, build_model_identity, current_process
+from tandem.transfer.ticket_client import TicketClient
+from tandem.transfer.ticket_server import TicketServer
+
+log = get_logger(__name__)
+
+# A rank that fails this many steps in a row will not get better.
+_MAX_FAILED_STEPS = 3
+# Memory in quarantine for longer than this makes the engine not-ready: it should be restarted.
+_MAX_QUARANTINE_S = 60.0
+
+
+class EngineCore:
+    """One engine in this process (its ranks may be in others).
+
+    Raises at construction: ModelError, ConfigError, CapacityError, ShardingError, TransferError.
+    """
+
+    def __init__(self, config: EngineConfig, *, log_level: str | None = None) -> None:
+        self._config = config
+        self._model = model_config(config)
+        sizing = size_engine(config, self._model)
+        log_sizing(sizing)
+        self._engine_id = f"{config.transfer.role}-{uuid.uuid4().hex[:8]}"
+        self._generation = uuid.uuid4().hex
+        self._eos_token_ids = frozenset(self._model.eos_token_ids)
+        self._cache = CacheManager(sizing.geometry)
+        self._scheduler = Scheduler(
+            self._cache,
+            replace(config.scheduler, max_num_seqs=sizing.max_num_seqs),
+            max_model_len=sizing.max_model_len,
+            recompute_failed_reads=config.transfer.on_failure == "recompute",
+        )
+        self._executor: Executor = start_executor(
+            config, sizing.geometry.num_slabs, self._engine_id, log_level
+        )
+        self._server: TicketServer | None = None
+        self._client: TicketClient | None = None
+        self._holds: HoldDesk | None = None
+        self._reads: ReadDesk | None = None
+        try:
+            self._start_transfer()
+        except BaseException:
+            self.close()
+            raise
+        self.info = EngineInfo(
+            engine_id=self._engine_id,
+            model_name=config.model_options.served_name or self._model.name,
+            vocab_size=self._model.vocab_size,
+            max_model_len=sizing.max_model_len,
+            eos_token_ids=self._model.eos_token_ids,
+            role=config.transfer.role,
+            side_channel=self._server.address if self._server is not None else None,
+            tp=config.parallel.tp,
+        )
+        self._can_run = False
+        self._num_failed_steps = 0
+        self._num_steps = 0
+        self._compute_s = 0.0
+        self._quarantine_since: float | None = None
+        log.info("ready: model %s, up to %d tokens", self._model.name, sizing.max_model_len)
+
+    def _start_transfer(self) -> None:
+        options = self._config.transfer
+        if options.role == "colocated":
+            return
+        identity = EngineIdentity(
+            engine_id=self._engine_id,
+            generation=self._generation,
+            tp=self._config.parallel.tp,
+            process=current_process(),
+            model=build_model_identity(self._model),
+        )
+        if options.role == "prefill":
+            leases: LeaseTable[str] = LeaseTable(lease_s=options.lease_s)
+            self._server = TicketServer(
+                options.side_channel_host,
+                options.side_channel_port,
+                identity,
+                self._executor.ranks,
+                leases,
+            )
+            self._holds = HoldDesk(
+                self._cache,
+                leases,
+                engine_id=self._engine_id,
+                generation=self._generation,
+                address=self._server.address,
+            )
+        else:
+            self._client = TicketClient(identity, deadline_s=options.deadline_s)
+            self._reads = ReadDesk(
+                self._client, self._executor, self._config.parallel.tp, options.deadline_s
+            )
+
+    # --- requests ---
+
+    def _build(self, request: EngineRequest) -> Request:
+        request.sampling.validate(self._model.vocab_size)
+        if request.hold and self._holds is None:
+            raise RequestError(f"role={self.role} holds no prefills; use --role prefill", "hold")
+        if request.ticket is not None and self._reads is None:
+            raise RequestError(f"role={self.role} reads no tickets; use --role decode", "ticket")
+        outside = [
+            token
+            for token in (*request.prompt_token_ids, *request.generated)
+            if not 0 <= token < self._model.vocab_size
+        ]
+        if outside:
+            raise RequestError(
+                f"token id {outside[0]} is outside the vocabulary of {self._model.vocab_size}",
+                "prompt",
+            )
+        if request.sampling.seed is None:
+            sampling = msgspec.structs.replace(request.sampling, seed=random.getrandbits(63))
+            request = msgspec.structs.replace(request, sampling=sampling)
+        return build_request(
+            request,
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=self._scheduler.max_model_len,
+            arrival=time.monotonic(),
+        )
+
+    @property
+    def role(self) -> str:
+        return self._config.transfer.role
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises what add() would raise for this request; keeps nothing."""
+        check_request(
+            self._build(request), max_model_len=self._scheduler.max_model_len, cache=self._cache
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises: RequestError, CapacityError; its ticket is given back then."""
+        try:
+            self._scheduler.add(self._build(request))
+            self._can_run = True
+        except TandemError:
+            self._give_back(request.ticket)
+            raise
+
+    def _give_back(self, ticket: Ticket | None) -> None:
+        if self._client is not None and ticket is not None:
+            self._client.release(ticket, self._config.parallel.tp)
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state; unknown and finished ones are ignored."""
+        request = self._scheduler.abort(request_id)
+        if request is not None:
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """An ended request's read, if it has one, must not be waited for by anyone."""
+        if self._reads is not None and self._reads.is_reading(request.request_id):
+            if self._reads.abandon(request.request_id):
+                self._cache.drained(request.request_id)
+        else:
+            # Reserved by the scheduler, but its read was never started: nothing can arrive.
+            if self._cache.is_quarantined(request.request_id):
+                self._cache.drained(request.request_id)
+            self._give_back(request.ticket)
+
+    def release_ticket(self, ticket_id: str) -> None:
+        """Give back a held prefill that nobody will read."""
+        if self._holds is not None:
+            self._holds.release(ticket_id)
+            self._holds.sweep()
+
+    # --- the loop ---
+
+    def has_work(self) -> bool:
+        """Whether step() would do something now: it found something last time, or one came."""
+        return self._can_run
+
+    def is_waiting(self) -> bool:
+        """Whether something is on its way that step() should look for soon."""
+        return self._reads is not None and self._reads.is_busy()
+
+    def step(self) -> list[TokenDelta]:
+        """One turn of the loop; returns what requests produced.
+
+        Raises: EngineDeadError when ranks are lost or fail again and again.
+        """
+        if self._holds is not None:
+            self._holds.sweep()
+        if self._reads is not None:
+            self._advance_reads(self._reads)
+        plan = self._scheduler.schedule()
+        self._can_run = plan is not None
+        deltas = self._run(plan) if plan is not None else self._scheduler.take_deltas()
+        if self._holds is not None:
+            deltas = [self._with_ticket(self._holds, delta) for delta in deltas]
+        return deltas
+
+    @staticmethod
+    def _with_ticket(holds: HoldDesk, delta: TokenDelta) -> TokenDelta:
+        if delta.finish_reason != "hold":
+            return delta
+        return msgspec.structs.replace(delta, ticket=holds.grant(delta))
+
+    def _advance_reads(self, reads: ReadDesk) -> None:
+        for request in self._scheduler.next_reads():
+            assert request.ticket is not None
+            state = self._cache.state(request.request_id)
+            num_pages = self._cache.pages_for(request.ticket.num_tokens)
+            reads.start(request.request_id, request.ticket, state.pages[:num_pages], state.slot)
+        for outcome in reads.advance():
+            if outcome.is_ready:
+                self._scheduler.on_read_ready(outcome.request_id)
+                continue
+            if outcome.error is not None:
+                self._scheduler.on_read_failed(outcome.request_id, outcome.error)
+            if outcome.is_quiet and self._cache.is_quarantined(outcome.request_id):
+                self._cache.drained(outcome.request_id)
+
+    def _run(self, plan: StepPlan) -> list[TokenDelta]:
+        started = time.monotonic()
+        try:
+            result = self._executor.execute(plan)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            return self._fail_step(plan, error)
+        self._num_failed_steps = 0
+        self._num_steps += 1
+        self._compute_s += time.monotonic() - started
+        return self._scheduler.update(plan, result)
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> list[TokenDelta]:
+        """A step that failed costs its own requests and no others."""
+        log.error("step %d failed: %s: %s", plan.step_id, type(error).__name__, error)
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+            raise EngineDeadError(f"{_MAX_FAILED_STEPS} steps in a row failed; last: {error}")
+        for chunk in plan.chunks:
+            self._scheduler.fail(chunk.request_id, f"the step failed: {error}")
+        return self._scheduler.cancel(plan)
+
+    # --- what is going on ---
+
+    def not_ready(self) -> str | None:
+        """Why this engine should get no requests now."""
+        quarantined = len(self._cache.quarantined_ids())
+        if not quarantined:
+            self._quarantine_since = None
+            return None
+        now = time.monotonic()
+        self._quarantine_since = self._quarantine_since or now
+        waited_s = now - self._quarantine_since
+        if waited_s < _MAX_QUARANTINE_S:
+            return None
+        return f"memory of {quarantined} given-up reads has not drained for {waited_s:.0f} s"
+
+    def stats(self) -> dict[str, float]:
+        """Counters since start and pools as they are now; `is_idle` 1 when all memory is free."""
+        counts = self._scheduler.counts()
+        cache = counts.cache
+        stats: dict[str, float] = {
+            "waiting": counts.waiting,
+            "reading": counts.reading,
+            "running": counts.running,
+            "steps_total": self._num_steps,
+            "compute_seconds_total": self._compute_s,
+            "requests_finished_total": counts.finished_total,
+            "requests_aborted_total": counts.aborted_total,
+            "preemptions_total": counts.preempted_total,
+            "failed_reads_total": counts.failed_reads_total,
+            "prompt_tokens_total": counts.prompt_tokens_total,
+            "output_tokens_total": counts.output_tokens_total,
+            "is_idle": float(cache.is_idle),
+        }
+        for name, value in asdict(cache.pool).items():
+            stats[f"pool_{name}"] = value
+        for owner in ("active", "held", "quarantined"):
+            for name, value in asdict(getattr(cache, owner)).items():
+                stats[f"{owner}_{name}"] = value
+        if self._holds is not None:
+            for name, value in asdict(self._holds.counts()).items():
+                stats[f"leases_{name}"] = value
+        if self._reads is not None:
+            for name, value in asdict(self._reads.totals).items():
+                stats[f"transfer_{name}"] = value
+        return stats
+
+    def close(self) -> None:
+        """End ranks and side channels. Memory that peers may read lives until then."""
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.close()
+        self._executor.close()

@@ -1,0 +1,205 @@
+"""Runs plans on every rank of one engine: in this process, or on one process per rank.
+
+Both executors present the same face to the engine loop. They move plans and results; they decide
+nothing.
+"""
+
+import contextlib
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.child import end, spawn
+from tandem.engine.messages import (
+    Execute,
+    Failure,
+    FromRank,
+    GiveUp,
+    PollReads,
+    PostRead,
+    RankReady,
+    RankReply,
+    RankSettings,
+    ToRank,
+)
+from tandem.errors import EngineDeadError
+from tandem.runner.worker import Worker
+from tandem.scheduler.step import StepPlan, StepResult
+from tandem.transfer.layout import PeerInfo, RankInfo
+from tandem.transfer.reader import ReadCommand, ReadEvent
+
+# Loading a large checkpoint from a slow disk takes minutes; a step never takes this long.
+START_TIMEOUT_S = 1800.0
+STEP_TIMEOUT_S = 600.0
+
+
+class Executor(Protocol):
+    """What the engine loop needs of its ranks."""
+
+    ranks: list[RankInfo]
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None: ...
+    def give_up_read(self, request_id: str) -> None: ...
+    def poll_reads(self) -> list[tuple[int, ReadEvent]]: ...
+    def close(self) -> None: ...
+
+
+class LocalExecutor:
+    """Rank 0 of 1, in this process."""
+
+    def __init__(self, config: EngineConfig, num_slabs: int, engine_id: str) -> None:
+        self._worker = Worker(config, rank=0, num_slabs=num_slabs, engine_id=engine_id)
+        self.ranks = [self._worker.rank_info] if self._worker.rank_info is not None else []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._worker.execute(plan)
+
+    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
+        self._worker.post_read(peer, command)
+
+    def give_up_read(self, request_id: str) -> None:
+        self._worker.give_up_read(request_id)
+
+    def poll_reads(self) -> list[tuple[int, ReadEvent]]:
+        return [(0, event) for event in self._worker.poll_reads()]
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class ProcessExecutor:
+    """One process per rank; every command goes to all ranks and is answered by all."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_slabs: int,
+        engine_id: str,
+        log_level: str | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
+        self._context = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._events: list[tuple[int, ReadEvent]] = []
+        self.ranks: list[RankInfo] = []
+        folder = Path(self._folder.name)
+        try:
+            for rank in range(config.parallel.tp):
+                endpoint = f"ipc://{folder / f'rank{rank}'}"
+                socket = self._context.socket(zmq.PAIR)
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.set_hwm(0)
+                socket.bind(endpoint)
+                self._sockets.append(socket)
+                settings = RankSettings(
+                    config=config,
+                    rank=rank,
+                    endpoint=endpoint,
+                    rendezvous=f"file://{folder / 'store'}",
+                    num_slabs=num_slabs,
+                    engine_id=engine_id,
+                    log_level=log_level,
+                )
+                self._processes.append(spawn("tandem.engine.rank_process", settings))
+            for rank in range(config.parallel.tp):
+                ready = self._receive(rank, START_TIMEOUT_S)
+                assert isinstance(ready, RankReady), ready
+                if ready.info is not None:
+                    self.ranks.append(ready.info)
+        except BaseException:
+            self.close()
+            raise
+
+    def _receive(self, rank: int, timeout_s: float) -> RankReady | RankReply:
+        """The next message of one rank; a dead or silent rank ends the engine."""
+        waited_s = 0.0
+        while not self._sockets[rank].poll(500):
+            waited_s += 0.5
+            for other, process in enumerate(self._processes):
+                if process.poll() is not None and not self._sockets[rank].poll(0):
+                    self._raise_failure_of(other)
+                    raise EngineDeadError(
+                        f"the process of rank {other} ended with status {process.returncode}"
+                    )
+            if waited_s >= timeout_s:
+                raise EngineDeadError(f"rank {rank} did not answer within {timeout_s:.0f} s")
+        message: FromRank = self._decoder.decode(self._sockets[rank].recv())
+        if isinstance(message, Failure):
+            raise message.error()
+        return message
+
+    def _raise_failure_of(self, rank: int) -> None:
+        """A rank that ended may have said why."""
+        while self._sockets[rank].poll(0):
+            message: FromRank = self._decoder.decode(self._sockets[rank].recv())
+            if isinstance(message, Failure):
+                raise message.error()
+
+    def _command(self, message: ToRank, timeout_s: float = STEP_TIMEOUT_S) -> StepResult | None:
+        data = self._encoder.encode(message)
+        for socket in self._sockets:
+            socket.send(data)
+        result = None
+        failures: list[Exception] = []
+        for rank in range(len(self._sockets)):
+            # Every rank answers every command: one that is not read now would answer the next one.
+            try:
+                reply = self._receive(rank, timeout_s)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                failures.append(error)
+                continue
+            assert isinstance(reply, RankReply), reply
+            self._events.extend((rank, event) for event in reply.reads)
+            if rank == 0:
+                result = reply.result
+        if failures:
+            raise failures[0]
+        return result
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self._command(Execute(plan))
+        assert result is not None
+        return result
+
+    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
+        self._command(PostRead(peer, command))
+
+    def give_up_read(self, request_id: str) -> None:
+        self._command(GiveUp(request_id))
+
+    def poll_reads(self) -> list[tuple[int, ReadEvent]]:
+        self._command(PollReads())
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            end(process)
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._context.term()
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
+
+def start_executor(
+    config: EngineConfig, num_slabs: int, engine_id: str, log_level: str | None = None
+) -> Executor:
+    """The executor that fits the tensor-parallel size."""
+    if config.parallel.tp == 1:
+        return LocalExecutor(config, num_slabs, engine_id)
+    return ProcessExecutor(config, num_slabs, engine_id, log_level)

@@ -1,0 +1,182 @@
+"""Reads of a decode engine: from a ticket to state that is ready, on every rank.
+
+For each request: handshake and lease check (TicketClient, a thread of its own), then one read on
+every rank. A read that is given up may still receive bytes: its memory is reported as drained only
+when every rank's transfer has ended. It owns no memory and decides nothing about requests.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem.engine.executor import Executor
+from tandem.log import get_logger
+from tandem.state.ticket import Ticket
+from tandem.transfer.reader import ReadCommand, ReadEvent
+from tandem.transfer.ticket_client import TicketClient
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ReadOutcome:
+    """What became of a read. `is_quiet`: no byte can arrive any more, the memory may be reused."""
+
+    request_id: str
+    is_ready: bool
+    is_quiet: bool
+    error: str | None = None
+
+
+@dataclass
+class _Read:
+    ticket: Ticket
+    pages: list[int]
+    slot: int | None
+    deadline: float
+    started: float
+    is_posted: bool = False
+    is_given_up: bool = False
+    ended_ranks: set[int] = field(default_factory=set)
+    error: str | None = None
+    nbytes: int = 0
+    num_descriptors: int = 0
+
+
+@dataclass
+class ReadTotals:
+    """Counters since start, for metrics."""
+
+    num_done: int = 0
+    num_failed: int = 0
+    nbytes: int = 0
+    num_descriptors: int = 0
+    num_pages: int = 0
+    seconds: float = 0.0
+
+
+class ReadDesk:
+    """Runs the reads of one engine.
+
+    Args:
+        client: side channel to prefill engines.
+        executor: posts reads on ranks.
+        num_ranks: every one of them reads its own share.
+        deadline_s: a read that takes longer is given up.
+    """
+
+    def __init__(
+        self,
+        client: TicketClient,
+        executor: Executor,
+        num_ranks: int,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._executor = executor
+        self._num_ranks = num_ranks
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._reads: dict[str, _Read] = {}
+        self._draining: dict[str, _Read] = {}
+        self.totals = ReadTotals()
+
+    def is_busy(self) -> bool:
+        """Whether something may arrive that advance() would report."""
+        return bool(self._reads or self._draining)
+
+    @property
+    def num_draining(self) -> int:
+        return len(self._draining)
+
+    def is_reading(self, request_id: str) -> bool:
+        return request_id in self._reads
+
+    def start(self, request_id: str, ticket: Ticket, pages: list[int], slot: int | None) -> None:
+        """Begin to read into pages and slot, which stay reserved until an outcome says so."""
+        now = self._clock()
+        self._reads[request_id] = _Read(ticket, pages, slot, now + self._deadline_s, now)
+        self._client.open(request_id, ticket)
+
+    def abandon(self, request_id: str) -> bool:
+        """The request is over. True if its memory is quiet now; else drained() tells later."""
+        read = self._reads.pop(request_id)
+        self._client.release(read.ticket, self._num_ranks)
+        if not read.is_posted or len(read.ended_ranks) == self._num_ranks:
+            return True
+        self._give_up(request_id, read)
+        return False
+
+    def _give_up(self, request_id: str, read: _Read) -> None:
+        read.is_given_up = True
+        self._draining[request_id] = read
+        self._executor.give_up_read(request_id)
+
+    def advance(self) -> list[ReadOutcome]:
+        """Move every read on; never waits."""
+        outcomes: list[ReadOutcome] = []
+        for opened in self._client.poll():
+            read = self._reads.get(opened.request_id)
+            if read is None:
+                continue
+            if opened.peer is None:
+                outcomes.append(self._fail(opened.request_id, opened.error or "no answer"))
+                continue
+            command = ReadCommand(
+                request_id=opened.request_id,
+                engine_id=opened.peer.engine_id,
+                generation=opened.peer.generation,
+                src_pages=read.ticket.pages,
+                src_slot=read.ticket.slot,
+                dst_pages=tuple(read.pages),
+                dst_slot=read.slot,
+                num_tokens=read.ticket.num_tokens,
+            )
+            read.is_posted = True
+            self._executor.post_read(opened.peer, command)
+        if any(read.is_posted for read in self._reads.values()) or self._draining:
+            for rank, event in self._executor.poll_reads():
+                outcome = self._on_event(rank, event)
+                if outcome is not None:
+                    outcomes.append(outcome)
+        now = self._clock()
+        for request_id, read in list(self._reads.items()):
+            if now >= read.deadline:
+                seconds = self._deadline_s
+                outcomes.append(self._fail(request_id, f"no state within {seconds:g} s"))
+        return outcomes
+
+    def _on_event(self, rank: int, event: ReadEvent) -> ReadOutcome | None:
+        read = self._reads.get(event.request_id) or self._draining.get(event.request_id)
+        if read is None:
+            return None
+        read.ended_ranks.add(rank)
+        read.nbytes += event.nbytes
+        read.num_descriptors += event.num_descriptors
+        if event.status != "done":
+            read.error = read.error or event.error or "the read failed"
+        if len(read.ended_ranks) < self._num_ranks:
+            return None
+        if read.is_given_up:
+            del self._draining[event.request_id]
+            return ReadOutcome(event.request_id, is_ready=False, is_quiet=True)
+        if read.error is not None:
+            return self._fail(event.request_id, read.error)
+        del self._reads[event.request_id]
+        self._client.release(read.ticket, self._num_ranks)
+        self._count(read)
+        return ReadOutcome(event.request_id, is_ready=True, is_quiet=True)
+
+    def _fail(self, request_id: str, error: str) -> ReadOutcome:
+        self.totals.num_failed += 1
+        log.warning("state of request %s was not read: %s", request_id, error)
+        return ReadOutcome(request_id, False, self.abandon(request_id), error)
+
+    def _count(self, read: _Read) -> None:
+        seconds = self._clock() - read.started
+        self.totals.num_done += 1
+        self.totals.nbytes += read.nbytes
+        self.totals.num_descriptors += read.num_descriptors
+        self.totals.num_pages += len(read.ticket.pages)
+        self.totals.seconds += seconds

@@ -1,0 +1,152 @@
+"""One rank of one engine: its device, its share of the model, its arena, its transfer agent."""
+
+import os
+
+import torch
+import torch.distributed
+
+from tandem.config.engine import EngineConfig
+from tandem.config.model import ModelConfig, load_model_config
+from tandem.layers.parallel import ProcessGroup, SingleRank, TensorParallel
+from tandem.log import get_logger
+from tandem.models.registry import load_model
+from tandem.runner.inputs import InputBuilder
+from tandem.runner.memory import Arena, build_arena
+from tandem.runner.model_runner import ModelRunner
+from tandem.scheduler.step import StepPlan, StepResult
+from tandem.state.arena import build_geometry
+from tandem.state.spec import build_state_spec
+from tandem.transfer.layout import PeerInfo, RankInfo, RankLayout
+from tandem.transfer.reader import RankReader, ReadCommand, ReadEvent
+from tandem.transfer.source import RankSource
+from tandem.units import format_nbytes
+
+log = get_logger(__name__)
+
+
+def model_config(config: EngineConfig) -> ModelConfig:
+    """The model's shapes under this engine's dtype settings."""
+    options = config.model_options
+    return load_model_config(config.model, dtype=options.dtype, state_dtype=options.state_dtype)
+
+
+def num_threads(config: EngineConfig) -> int:
+    """Compute threads of each rank."""
+    return config.parallel.threads or max(1, (os.cpu_count() or 1) // config.parallel.tp)
+
+
+class Worker:
+    """Executes plans and reads on one rank. Not thread-safe; reads progress on a thread of their own.
+
+    Args:
+        config: the engine's settings.
+        rank: of `config.parallel.tp`.
+        num_slabs: size of the arena, the same on every rank.
+        engine_id: part of the transfer agent's name.
+        rendezvous: where ranks meet (torch.distributed init method); needed when tp > 1.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        rank: int,
+        num_slabs: int,
+        engine_id: str,
+        rendezvous: str | None = None,
+    ) -> None:
+        tp = config.parallel.tp
+        torch.set_num_threads(num_threads(config))
+        self._device = (
+            torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        model = model_config(config)
+        spec = build_state_spec(model, tp=tp, rank=rank, page_tokens=config.cache.page_tokens)
+        geometry = build_geometry(
+            page_tokens=spec.page_tokens,
+            page_nbytes=spec.page_nbytes,
+            slot_nbytes=spec.slot_nbytes,
+            num_slabs=num_slabs,
+        )
+        parallel: TensorParallel = SingleRank()
+        if tp > 1:
+            assert rendezvous is not None
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+            torch.distributed.init_process_group(
+                backend, init_method=rendezvous, world_size=tp, rank=rank
+            )
+            parallel = ProcessGroup()
+        self._parallel = parallel
+        loaded = load_model(config.model, model, parallel, self._device)
+        self._arena: Arena = build_arena(spec, geometry, self._device)
+        log.info(
+            "arena of %s: %d slabs, %d pages or %d slots",
+            format_nbytes(geometry.arena_nbytes),
+            geometry.num_slabs,
+            geometry.num_pages,
+            geometry.num_slots,
+        )
+        inputs = InputBuilder(config.cache.page_tokens, model.eos_token_ids, self._device)
+        self._runner = ModelRunner(loaded, self._arena, inputs, rank)
+        self._source: RankSource | None = None
+        self._reader: RankReader | None = None
+        # Peers that the reader has met, and the peer of each read, to meet a lost one anew.
+        self._met: set[tuple[str, str]] = set()
+        self._peer_of_read: dict[str, tuple[str, str]] = {}
+        if config.transfer.role != "colocated":
+            self._start_transfer(config.transfer.role, f"{engine_id}-rank{rank}")
+
+    def _start_transfer(self, role: str, agent_name: str) -> None:
+        # Imported here: an engine without peers needs no NIXL.
+        from tandem.transfer.agent_nixl import NixlAgent
+
+        is_cuda = self._device.type == "cuda"
+        layout = RankLayout(
+            base_address=self._arena.buffer.data_ptr(),
+            spec=self._arena.spec,
+            geometry=self._arena.geometry,
+            memory="VRAM" if is_cuda else "DRAM",
+            device_id=(self._device.index or 0) if is_cuda else 0,
+        )
+        agent = NixlAgent(agent_name)
+        if role == "prefill":
+            self._source = RankSource(agent, layout)
+        else:
+            self._reader = RankReader(agent, layout)
+
+    @property
+    def rank_info(self) -> RankInfo | None:
+        """What peers must know to read from this rank; None unless it is a prefill rank."""
+        return self._source.info if self._source is not None else None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._runner.execute(plan)
+
+    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
+        """Start a read on the transfer thread, which meets the peer first if it has not."""
+        assert self._reader is not None
+        if peer.key not in self._met:
+            self._met.add(peer.key)
+            self._reader.add_peer(peer)
+        self._peer_of_read[command.request_id] = peer.key
+        self._reader.post(command)
+
+    def give_up_read(self, request_id: str) -> None:
+        assert self._reader is not None
+        self._reader.give_up(request_id)
+
+    def poll_reads(self) -> list[ReadEvent]:
+        events = self._reader.poll() if self._reader is not None else []
+        for event in events:
+            peer = self._peer_of_read.pop(event.request_id, None)
+            if event.is_peer_lost and peer is not None:
+                self._met.discard(peer)
+        return events
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        if self._source is not None:
+            self._source.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
