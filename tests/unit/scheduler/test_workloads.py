@@ -1,0 +1,194 @@
+"""Random workloads on a scheduler and a worker that checks every rule (fake.py).
+
+Requests of every kind arrive, are aborted, read, fail and expire at random, in a pool that is too
+small for them. Whatever happens: each request that finishes says what it would say alone, memory
+is never shared, something advances whenever anything can, and all memory comes back.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.errors import CapacityError
+from tandem.scheduler.request import Request, RequestState, TokenDelta
+from tandem.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.fake import (
+    FakeWorker,
+    generate,
+    make_request,
+    make_scheduler,
+    make_ticket,
+)
+
+KINDS = ("plain", "hold", "read", "generated")
+
+
+@dataclass
+class Simulation:
+    """An engine around the scheduler. Time is counted in rounds; every event is drawn."""
+
+    rng: random.Random
+    scheduler: Scheduler
+    worker: FakeWorker
+    requests: dict[str, Request] = field(default_factory=dict)
+    expected: dict[str, list[int]] = field(default_factory=dict)
+    said: dict[str, list[int]] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    reading: dict[str, int] = field(default_factory=dict)  # id -> rounds until its read is over
+    draining: dict[str, int] = field(default_factory=dict)
+    leases: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str) -> None:
+        rng, request_id = self.rng, f"r{len(self.requests)}"
+        prompt = [rng.randrange(3, 900) for _ in range(rng.randint(1, 60))]
+        max_tokens = rng.randint(1, 50)
+        text = generate(prompt, max_tokens)
+        num_given = {"read": rng.randint(0, 1), "generated": rng.randint(0, max_tokens - 1)}
+        generated = tuple(text[: num_given.get(kind, 0)])
+        request = make_request(
+            request_id,
+            prompt,
+            max_tokens,
+            hold=kind == "hold",
+            ticket=make_ticket(prompt) if kind == "read" else None,
+            generated=generated,
+        )
+        try:
+            self.scheduler.add(request)
+        except CapacityError:
+            assert not self.scheduler.cache.fits_alone(request.max_total_tokens - 1)
+            return
+        self.requests[request_id] = request
+        self.said[request_id] = []
+        self.expected[request_id] = text[len(generated) :]
+        if kind == "hold":
+            self.expected[request_id] = text[:1]
+
+    def take(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            request_id = delta.request_id
+            assert request_id not in self.ended
+            self.said[request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                self.ended[request_id] = delta.finish_reason
+            if delta.finish_reason == "hold":
+                held = self.scheduler.cache.held(request_id)
+                prompt = self.requests[request_id].prompt_token_ids
+                assert self.worker.slots[held.slot] == tuple(prompt)
+                self.leases[request_id] = self.rng.randint(0, 20)
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        was_reading = request.state is RequestState.READING
+        if self.scheduler.abort(request_id) is None:
+            return
+        self.ended[request_id] = "abort"
+        if was_reading:
+            self._drain(request_id)
+
+    def _drain(self, request_id: str) -> None:
+        if self.reading.pop(request_id, None) is None:
+            self.scheduler.cache.drained(request_id)  # never posted
+        else:
+            self.draining[request_id] = self.rng.randint(0, 20)
+
+    def pass_time(self) -> None:
+        for request_id in _due(self.leases):
+            self.scheduler.cache.release_held(request_id)
+        for request_id in _due(self.draining):
+            self.scheduler.cache.drained(request_id)
+        for request_id in _due(self.reading):
+            if self.rng.random() < 0.7:
+                self.worker.fill(self.requests[request_id])
+                self.scheduler.on_read_ready(request_id)
+            else:
+                assert self.scheduler.on_read_failed(request_id, "lost") is not None
+                self.draining[request_id] = self.rng.randint(0, 20)
+
+    def round(self, *, may_abort: bool) -> None:
+        self.pass_time()
+        for request in self.scheduler.next_reads():
+            self.reading[request.request_id] = self.rng.randint(0, 6)
+        counts = self.scheduler.counts()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            waits_for = self.reading or self.draining or self.leases or self.scheduler.next_reads()
+            assert waits_for or not (counts.waiting or counts.running), "no progress"
+        live = [item for item in self.requests.values() if item.state is not RequestState.FINISHED]
+        if may_abort and live and self.rng.random() < 0.1:
+            self.abort(self.rng.choice(live).request_id)
+        if plan is not None:
+            self.take(self.scheduler.update(plan, self.worker.execute(plan)))
+        self.take(self.scheduler.take_deltas())
+
+    def finish(self) -> None:
+        for _ in range(20_000):
+            if not (self.scheduler.has_work() or self.leases or self.draining):
+                return
+            self.round(may_abort=False)
+        raise AssertionError("starved")
+
+
+def _due(timers: dict[str, int]) -> list[str]:
+    due = [name for name, rounds in timers.items() if rounds <= 0]
+    for name in due:
+        del timers[name]
+    for name in timers:
+        timers[name] -= 1
+    return due
+
+
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(3, 9),
+    st.integers(1, 6),
+    st.sampled_from([1, 7, 16, 33, 128]),
+    st.integers(1, 6),
+    st.lists(st.sampled_from(KINDS), min_size=1, max_size=14),
+)
+def test_any_workload_ends_with_right_texts_and_full_pools(
+    rng, num_slabs, pages_per_slab, budget, max_num_seqs, kinds
+):
+    scheduler = make_scheduler(
+        num_slabs=num_slabs,
+        pages_per_slab=pages_per_slab,
+        budget_tokens=budget,
+        max_num_seqs=max_num_seqs,
+    )
+    simulation = Simulation(rng, scheduler, FakeWorker(scheduler))
+    for kind in kinds:
+        simulation.add(kind)
+        for _ in range(rng.randint(0, 6)):
+            simulation.round(may_abort=True)
+    simulation.finish()
+    assert set(simulation.ended) == set(simulation.requests)
+    for request_id, reason in simulation.ended.items():
+        said, expected = simulation.said[request_id], simulation.expected[request_id]
+        if reason == "abort":
+            assert said == expected[: len(said)]
+        else:
+            assert reason in ("length", "hold")
+            assert said == expected
+    assert scheduler.cache.counts().is_idle
+    counts = scheduler.counts()
+    assert (counts.waiting, counts.reading, counts.running) == (0, 0, 0)
+    assert counts.finished_total + counts.aborted_total == len(simulation.requests)
+
+
+def test_hundreds_of_mixed_requests_leak_nothing():
+    rng = random.Random(5)
+    scheduler = make_scheduler(num_slabs=12, budget_tokens=96, max_num_seqs=6)
+    idle = scheduler.cache.counts()
+    simulation = Simulation(rng, scheduler, FakeWorker(scheduler))
+    for _ in range(300):
+        simulation.add(rng.choice(KINDS))
+        for _ in range(rng.randint(0, 4)):
+            simulation.round(may_abort=True)
+    simulation.finish()
+    assert scheduler.cache.counts() == idle
+    assert len(simulation.ended) == len(simulation.requests)
+    assert set(simulation.ended.values()) == {"abort", "length", "hold"}
+    assert scheduler.counts().preempted_total > 0
+    assert scheduler.counts().failed_reads_total > 0
