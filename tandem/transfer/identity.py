@@ -1,0 +1,134 @@
+"""Who an engine is: its model, its incarnation and its processes.
+
+Two engines may exchange state when their `ModelIdentity` agrees. A `ProcessIdentity` outlives its
+process, so that its death can be proven. It knows no memory and no transport.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.config.model import ModelConfig
+from tandem.state.spec import describe_components, fingerprint
+
+# An id or an address in a message; longer ones are refused when they are decoded.
+ShortText = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_START_TIME_FIELD = 22 - 3  # counted from the state, the first field after the command's name
+_NUM_THREADS_FIELD = 20 - 3
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process of one boot of one host. Empty `boot_id`: its death can never be proven."""
+
+    boot_id: ShortText
+    pid_namespace: ShortText
+    pid: Count
+    start_ticks: int
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """What a model keeps: (layer, name, units, unit_shape, dtype) of each component, and digests.
+
+    `fingerprint` decides; the rest says in what two models differ.
+    """
+
+    fingerprint: ShortText
+    digest: ShortText
+    components: tuple[tuple[Count, ShortText, Count, tuple[Count, ...], ShortText], ...]
+
+
+class EngineIdentity(msgspec.Struct, frozen=True):
+    """One incarnation of one engine. `generation` is new at each start."""
+
+    engine_id: ShortText
+    generation: ShortText
+    tp: Count
+    process: ProcessIdentity
+    model: ModelIdentity
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first field in which two identities differ."""
+
+    field: str
+    ours: str
+    theirs: str
+
+
+def build_model_identity(model: ModelConfig) -> ModelIdentity:
+    return ModelIdentity(
+        fingerprint=fingerprint(model), digest=model.digest, components=describe_components(model)
+    )
+
+
+def find_difference(ours: ModelIdentity, theirs: ModelIdentity) -> Difference | None:
+    """The field that differs and both values, or None if the two may exchange state."""
+    if ours.fingerprint == theirs.fingerprint:
+        return None
+    names = ("layer", "name", "units", "unit_shape", "dtype")
+    for mine, other in zip(ours.components, theirs.components, strict=False):
+        for name, my_value, other_value in zip(names, mine, other, strict=True):
+            if my_value != other_value:
+                where = f"layer {mine[0]} {mine[1]} {name}" if name != "layer" else "layer order"
+                return Difference(where, str(my_value), str(other_value))
+    if len(ours.components) != len(theirs.components):
+        return Difference(
+            "number of components", str(len(ours.components)), str(len(theirs.components))
+        )
+    if ours.digest != theirs.digest:
+        return Difference("digest of the model's shapes", ours.digest, theirs.digest)
+    return Difference("fingerprint", ours.fingerprint, theirs.fingerprint)
+
+
+def current_process() -> ProcessIdentity:
+    """This process. Hosts without /proc give an identity whose death is never proven."""
+    pid = os.getpid()
+    try:
+        stat = _read_stat(pid)
+        return ProcessIdentity(
+            boot_id=_BOOT_ID.read_text().strip(),
+            pid_namespace=os.readlink("/proc/self/ns/pid"),
+            pid=pid,
+            start_ticks=int(stat[_START_TIME_FIELD]),
+        )
+    except OSError:
+        return ProcessIdentity(boot_id="", pid_namespace="", pid=pid, start_ticks=0)
+
+
+def is_proven_dead(process: ProcessIdentity) -> bool:
+    """Whether the process has certainly ended. False when this host cannot know.
+
+    Only a process of the same boot and the same process namespace can be judged; a process id that
+    was given to another process shows by its start time.
+    """
+    here = current_process()
+    if not process.boot_id or (process.boot_id, process.pid_namespace) != (
+        here.boot_id,
+        here.pid_namespace,
+    ):
+        return False
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it exists and belongs to someone else
+    try:
+        stat = _read_stat(process.pid)
+    except OSError:
+        return False
+    if int(stat[_START_TIME_FIELD]) != process.start_ticks:
+        return True
+    # A zombie whose other threads have ended holds no memory and no sockets any more.
+    return stat[0] in "ZX" and int(stat[_NUM_THREADS_FIELD]) <= 1
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat from the state on; the name before it may hold blanks."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

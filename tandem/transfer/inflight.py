@@ -1,0 +1,181 @@
+"""A connected peer (`PeerLink`) and one request's reads from it (`InFlight`).
+
+Used by the transfer thread of reader.py alone.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.errors import PeerLostError, TransferError
+from tandem.log import get_logger
+from tandem.transfer.agent import TransferAgent
+from tandem.transfer.identity import ProcessIdentity, is_proven_dead
+from tandem.transfer.layout import PeerInfo, RankLayout, check_peer
+from tandem.transfer.plan import Placement, RankPlan, build_rank_plans
+
+log = get_logger(__name__)
+
+# How often the process of a peer is looked for while a read from it does not end, and for how long
+# after its proven death bytes that it had sent may still be on their way to us.
+_DEATH_CHECK_S = 1.0
+_DEATH_GRACE_S = 5.0
+
+
+@dataclass
+class _RankLink:
+    """One source rank: its plan and the prepared descriptors of both sides."""
+
+    plan: RankPlan
+    agent_name: str
+    process: ProcessIdentity
+    local: Any
+    remote: Any
+
+
+class PeerLink:
+    """One incarnation of a peer, connected: descriptors prepared for each rank we read from.
+
+    Counts the reads that use it; descriptors and connection go when it is retired and unused.
+    """
+
+    def __init__(self, agent: TransferAgent, peer: PeerInfo, layout: RankLayout) -> None:
+        """Raises: HandshakeError for a layout that does not fit ours, TransferError."""
+        check_peer(peer)
+        self.agent = agent
+        self.peer = peer
+        self.key = peer.key
+        self.ranks: list[_RankLink] = []
+        self.num_reads = 0
+        self._is_retired = False
+        try:
+            for plan in build_rank_plans([info.layout for info in peer.ranks], layout):
+                info = peer.ranks[plan.src_rank]
+                self.ranks.append(self._connect(plan, info.metadata, info.process, layout))
+        except TransferError:
+            self.close(remove=True)
+            raise
+
+    def _connect(
+        self, plan: RankPlan, metadata: bytes, process: ProcessIdentity, layout: RankLayout
+    ) -> _RankLink:
+        # An agent met before may hold stale connections under the same name.
+        name = self.agent.add_peer(metadata)
+        local = self.agent.prepare(None, plan.local.strided_rows(), layout.memory)
+        try:
+            remote = self.agent.prepare(name, plan.remote.strided_rows(), plan.remote.layout.memory)
+        except TransferError:
+            self.agent.release_prepared(local)
+            self.agent.remove_peer(name)
+            raise
+        return _RankLink(plan, name, process, local, remote)
+
+    def retire(self) -> None:
+        """Close now, or when the last read that uses it has stopped."""
+        self._is_retired = True
+        if self.num_reads == 0:
+            self.close(remove=True)
+
+    def end_read(self) -> None:
+        self.num_reads -= 1
+        if self._is_retired and self.num_reads == 0:
+            self.close(remove=True)
+
+    def close(self, *, remove: bool) -> None:
+        """Release the descriptors; `remove` also forgets the peer's agents."""
+        for rank in self.ranks:
+            self.agent.release_prepared(rank.local)
+            self.agent.release_prepared(rank.remote)
+            if remove:
+                self.agent.remove_peer(rank.agent_name)
+        self.ranks = []
+
+
+@dataclass
+class _Transfer:
+    handle: Any
+    process: ProcessIdentity
+    has_ended: bool = False
+
+
+@dataclass
+class InFlight:
+    """The transfers of one request, one for each source rank.
+
+    The request has an outcome only when all of them have stopped: a sibling that still runs writes
+    into the same pages.
+    """
+
+    request_id: str
+    link: PeerLink
+    is_given_up: bool = False
+    error: str | None = None
+    is_peer_lost: bool = False
+    nbytes: int = 0
+    num_descriptors: int = 0
+    seconds: float = 0.0
+    _transfers: list[_Transfer] = field(default_factory=list)
+    _start: float = 0.0
+    _next_death_check: float = 0.0
+    _death_seen: float | None = None
+
+    def post(self, num_tokens: int, src: Placement, dst: Placement) -> None:
+        """Start a read from each source rank. A failure is kept in `error`."""
+        self.link.num_reads += 1
+        self._start = time.monotonic()
+        self._next_death_check = self._start + _DEATH_CHECK_S
+        agent = self.link.agent
+        try:
+            # All ids first: what the ticket gets wrong must not leave half a read behind.
+            reads = [rank.plan.read_ids(num_tokens, src, dst) for rank in self.link.ranks]
+            for rank, read in zip(self.link.ranks, reads, strict=True):
+                handle = agent.post_read(rank.local, read.local, rank.remote, read.remote)
+                self._transfers.append(_Transfer(handle, rank.process))
+                self.nbytes += read.nbytes
+                self.num_descriptors += read.num_descriptors
+        except TransferError as error:
+            self._note(error)
+
+    def has_stopped(self, now: float) -> bool:
+        """Poll what has not ended; True when no byte can land any more."""
+        for transfer in self._transfers:
+            if transfer.has_ended:
+                continue
+            try:
+                transfer.has_ended = self.link.agent.poll(transfer.handle)
+            except TransferError as error:
+                transfer.has_ended = True
+                self._note(error)
+        running = [transfer for transfer in self._transfers if not transfer.has_ended]
+        if running and now >= self._next_death_check:
+            self._next_death_check = now + _DEATH_CHECK_S
+            return self._is_over_by_death(running, now)
+        return not running
+
+    def _is_over_by_death(self, running: list[_Transfer], now: float) -> bool:
+        """The transport reports most deaths itself; a proven one that it missed ends the wait."""
+        if not all(is_proven_dead(transfer.process) for transfer in running):
+            return False
+        if self._death_seen is None:
+            self._death_seen = now
+        if now - self._death_seen < _DEATH_GRACE_S:
+            return False
+        self._note(PeerLostError("the peer's process has ended and the transport did not say so"))
+        return True
+
+    def finish(self) -> None:
+        """Release the handles that have ended and the hold on the peer."""
+        self.seconds = time.monotonic() - self._start
+        for transfer in self._transfers:
+            # A handle that never ends, of a dead process, is left to the agent: releasing it is
+            # undefined in NIXL.
+            if transfer.has_ended:
+                self.link.agent.release(transfer.handle)
+        self._transfers = []
+        self.link.end_read()
+
+    def _note(self, error: TransferError) -> None:
+        self.is_peer_lost = self.is_peer_lost or isinstance(error, PeerLostError)
+        if self.error is None:
+            self.error = str(error)
+            log.debug("read of request %s failed: %s", self.request_id, error)

@@ -1,0 +1,327 @@
+"""What a decode engine has asked of one address and not been answered yet.
+
+Used by the thread of ticket_client.py alone. Requests are repeated until answered or overdue;
+every one of them may arrive twice.
+"""
+
+import itertools
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from tandem.errors import HandshakeError
+from tandem.log import get_logger
+from tandem.state.ticket import Ticket
+from tandem.transfer.identity import EngineIdentity
+from tandem.transfer.layout import PeerInfo, check_peer
+from tandem.transfer.protocol import (
+    ALL_READERS,
+    MAX_REPLY_NBYTES,
+    Hello,
+    HelloReply,
+    LeaseReply,
+    LeaseRequest,
+    Refusal,
+    ReleaseNote,
+    Reply,
+    Request,
+    VersionError,
+    decode_reply,
+    encode,
+)
+
+log = get_logger(__name__)
+
+_REPEAT_S = 1.0
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[\w.-]+):\d{1,5}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """News for the client. `request_id` is None if it is only about peers; `replaced` is an
+    incarnation in whose place another one answers."""
+
+    request_id: str | None
+    status: str
+    peer: PeerInfo | None = None
+    error: str | None = None
+    replaced: tuple[str, str] | None = None
+
+
+@dataclass
+class _Open:
+    """A ticket that is being opened, or (`is_kept`) is open and has its lease renewed."""
+
+    ticket: Ticket
+    deadline: float  # of opening; once kept: when the lease ends unless renewed
+    is_kept: bool = False
+    next_renewal: float = 0.0
+    sequence: int | None = None  # of the lease request that waits for an answer
+
+
+@dataclass
+class _Note:
+    message: ReleaseNote
+    deadline: float
+
+
+class PeerChannel:
+    """A DEALER socket to one address, and the requests that wait there."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        identity: EngineIdentity,
+        tell: Callable[[Asked], None],
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_NBYTES)
+        # Nothing is queued for a peer that is not there: a later incarnation would receive it.
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self.socket.setsockopt(zmq.IPV6, int("[" in address))
+        self.counts = dict.fromkeys(
+            ("hellos", "renewals", "releases", "lost_releases", "timeouts", "refused"), 0
+        )
+        self._address = address
+        self._identity = identity
+        self._tell = tell
+        self._problem: str | None = None
+        self._connect()
+        self._sequences = itertools.count(1)
+        self._peer: PeerInfo | None = None
+        self._opens: dict[str, _Open] = {}
+        self._notes: dict[int, _Note] = {}
+        self._hello: int | None = None
+        self._next_send: dict[int, float] = {}
+        self.last_busy = time.monotonic()
+
+    def _connect(self) -> None:
+        """A ticket's address comes from afar: a wrong one fails its requests, nothing else."""
+        if not _ADDRESS.fullmatch(self._address):
+            self._problem = (
+                f"address={self._address!r} is no side channel; expected tcp://HOST:PORT"
+            )
+            return
+        try:
+            self.socket.connect(self._address)
+        except zmq.ZMQError as error:
+            self._problem = f"address={self._address!r} cannot be connected: {error}"
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._opens or self._notes)
+
+    @property
+    def has_notes(self) -> bool:
+        return bool(self._notes)
+
+    def open(self, request_id: str, ticket: Ticket, deadline: float) -> None:
+        self.forget(request_id)
+        self._opens[request_id] = _Open(ticket, deadline)
+
+    def forget(self, request_id: str) -> None:
+        opened = self._opens.pop(request_id, None)
+        if opened is not None and opened.sequence is not None:
+            self._next_send.pop(opened.sequence, None)
+
+    def release(self, ticket: Ticket, num_readers: int, reader_rank: int) -> None:
+        if reader_rank == ALL_READERS:
+            for request_id in [
+                name
+                for name, opened in self._opens.items()
+                if opened.ticket.ticket_id == ticket.ticket_id
+            ]:
+                self.forget(request_id)
+        sequence = next(self._sequences)
+        note = ReleaseNote(sequence, ticket.ticket_id, ticket.generation, reader_rank, num_readers)
+        self._notes[sequence] = _Note(note, time.monotonic() + ticket.lease_s)
+
+    def drop_peer(self, key: tuple[str, str]) -> None:
+        if self._peer is not None and self._peer.key == key:
+            self._peer = None
+
+    def receive(self) -> None:
+        """Take all answers that have arrived; garbage is dropped."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._on_reply(decode_reply(frames))
+            except VersionError as error:
+                self._refuse_all(str(error))
+            except HandshakeError as error:
+                log.debug("dropped an answer from %s: %s", self._address, error)
+
+    def advance(self, now: float) -> None:
+        """Send what is due, fail what is overdue."""
+        if self.is_busy:
+            self.last_busy = now
+        if self._problem is not None:
+            self._refuse_all(self._problem)
+        self._end_overdue(now)
+        needs_hello = False
+        for opened in self._opens.values():
+            if opened.is_kept and now < opened.next_renewal:
+                continue
+            if not opened.is_kept and not self._is_met(opened.ticket):
+                needs_hello = True
+                continue
+            if opened.sequence is None:
+                opened.sequence = next(self._sequences)
+            ticket = opened.ticket
+            self._send(LeaseRequest(opened.sequence, ticket.ticket_id, ticket.generation), now)
+        for note in self._notes.values():
+            self._send(note.message, now)
+        if needs_hello:
+            self._hello = self._hello or next(self._sequences)
+            self._send(Hello(self._hello, self._identity), now)
+
+    def _is_met(self, ticket: Ticket) -> bool:
+        return self._peer is not None and self._peer.key == (ticket.engine_id, ticket.generation)
+
+    def _send(self, message: Request, now: float) -> None:
+        """Send unless it was sent a short while ago; unsent ones are tried at each turn."""
+        if now < self._next_send.get(message.sequence, 0.0):
+            return
+        try:
+            self.socket.send_multipart(encode(message), flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return  # not connected
+        self._next_send[message.sequence] = now + _REPEAT_S
+
+    def _end_overdue(self, now: float) -> None:
+        for request_id, opened in list(self._opens.items()):
+            if now < opened.deadline:
+                continue
+            self.counts["timeouts"] += 1
+            if opened.is_kept:
+                self._end(request_id, f"{self._address} did not renew the lease in time")
+            else:
+                what = "lease check" if self._is_met(opened.ticket) else "hello"
+                self._end(
+                    request_id,
+                    f"prefill engine {opened.ticket.engine_id} at {self._address} did not answer "
+                    f"the {what} within its deadline; check that it runs and can be reached",
+                )
+        for sequence, note in list(self._notes.items()):
+            if now >= note.deadline:
+                self.counts["lost_releases"] += 1
+                self._end_note(sequence)
+                log.warning(
+                    "release of ticket %s reached nobody at %s",
+                    note.message.ticket_id,
+                    self._address,
+                )
+
+    def _end(self, request_id: str, error: str) -> None:
+        status = "lost" if self._opens[request_id].is_kept else "failed"
+        self.forget(request_id)
+        self._tell(Asked(request_id, status, error=error))
+
+    def _end_note(self, sequence: int) -> None:
+        self._notes.pop(sequence, None)
+        self._next_send.pop(sequence, None)
+
+    def _refuse_all(self, message: str) -> None:
+        """Nothing that is asked here can be answered."""
+        self._hello = None
+        for request_id in list(self._opens):
+            self.counts["refused"] += 1
+            self._end(request_id, message)
+        for sequence in list(self._notes):
+            self.counts["lost_releases"] += 1
+            self._end_note(sequence)
+
+    def _on_reply(self, reply: Reply) -> None:
+        sequence = reply.sequence
+        self._next_send.pop(sequence, None)
+        if sequence == self._hello:
+            self._hello = None
+            self._on_hello(reply)
+        elif sequence in self._notes:
+            # A refusal says that this incarnation holds nothing of the ticket: as good as done.
+            self.counts["releases"] += 1
+            self._end_note(sequence)
+        else:
+            for request_id, opened in list(self._opens.items()):
+                if opened.sequence == sequence:
+                    opened.sequence = None
+                    self._on_lease(request_id, opened, reply)
+
+    def _on_hello(self, reply: Reply) -> None:
+        waiting = [
+            request_id
+            for request_id, opened in self._opens.items()
+            if not opened.is_kept and not self._is_met(opened.ticket)
+        ]
+        problem: str | None = None
+        if isinstance(reply, HelloReply):
+            peer = PeerInfo(
+                reply.engine_id, reply.generation, self._address, reply.process, reply.ranks
+            )
+            try:
+                check_peer(peer)
+            except HandshakeError as error:
+                problem = str(error)
+            else:
+                self.counts["hellos"] += 1
+                self._meet(peer)
+        else:
+            problem = reply.message if isinstance(reply, Refusal) else "the hello got no welcome"
+        for request_id in waiting:
+            opened = self._opens.get(request_id)
+            if opened is None:
+                continue
+            ticket = opened.ticket
+            if problem is not None:
+                self.counts["refused"] += 1
+                self._end(request_id, problem)
+            elif self._peer is not None and not self._is_met(ticket):
+                self._end(
+                    request_id,
+                    f"ticket {ticket.ticket_id} is of engine {ticket.engine_id} generation "
+                    f"{ticket.generation}; {self._address} is engine {self._peer.engine_id} "
+                    f"generation {self._peer.generation} now: recompute the prompt",
+                )
+
+    def _meet(self, peer: PeerInfo) -> None:
+        old, self._peer = self._peer, peer
+        if old is not None and old.key != peer.key:
+            self._tell(Asked(None, "met", peer=peer, replaced=old.key))
+            self._lose(old.key)
+        else:
+            self._tell(Asked(None, "met", peer=peer))
+
+    def _lose(self, key: tuple[str, str]) -> None:
+        for request_id, opened in list(self._opens.items()):
+            if opened.is_kept and (opened.ticket.engine_id, opened.ticket.generation) == key:
+                self._end(request_id, f"prefill engine {key[0]} at {self._address} was restarted")
+
+    def _on_lease(self, request_id: str, opened: _Open, reply: Reply) -> None:
+        now = time.monotonic()
+        if isinstance(reply, LeaseReply):
+            self.counts["renewals"] += 1
+            if not opened.is_kept and not self._is_met(opened.ticket):
+                return  # the peer was dropped meanwhile: begin again with its hello
+            was_kept, opened.is_kept = opened.is_kept, True
+            opened.deadline = now + reply.remaining_s
+            opened.next_renewal = now + reply.remaining_s / 3
+            if not was_kept:
+                self._tell(Asked(request_id, "open", peer=self._peer))
+            return
+        message = reply.message if isinstance(reply, Refusal) else "the lease check got no answer"
+        self.counts["refused"] += 1
+        self._end(request_id, message)
+        peer = self._peer
+        if isinstance(reply, Refusal) and peer is not None and reply.generation != peer.generation:
+            # Another incarnation answers: the one we knew is gone.
+            self._peer = None
+            self._tell(Asked(None, "gone", replaced=peer.key))
+            self._lose(peer.key)

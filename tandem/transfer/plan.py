@@ -1,0 +1,195 @@
+"""Which descriptors of which source rank fill one destination rank: built once for each pair of
+engines, then asked for the ids of each request.
+
+Pure: it uses the layouts that both sides publish and moves nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.errors import TransferError
+from tandem.state.segments import (
+    Segment,
+    has_same_layout,
+    merge_segments,
+    page_period,
+    segments,
+)
+from tandem.state.spec import StateSpec
+from tandem.transfer.descriptors import DescriptorTable, Ids, Row, as_int32
+from tandem.transfer.layout import RankLayout
+from tandem.units import ceil_div
+
+
+@dataclass(frozen=True)
+class ReadIds:
+    """One transfer: `remote[i]` is copied to `local[i]`. int32, range-checked.
+
+    `num_descriptors` counts them after neighbours on both sides are joined, as NIXL does.
+    """
+
+    src_rank: int
+    local: npt.NDArray[np.int32]
+    remote: npt.NDArray[np.int32]
+    nbytes: int
+    num_descriptors: int
+
+
+@dataclass(frozen=True)
+class PageRow:
+    """Pairing of one row: page `src_page` of each period of source pages goes to `dst_page` of the
+    period of destination pages, if the prompt is longer than `first_token` into the period."""
+
+    src_page: int
+    dst_page: int
+    first_token: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one prompt of `num_tokens` lies: the page of its k-th page of tokens, and its slot."""
+
+    pages: Sequence[int]
+    slot: int | None
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one destination rank reads from source rank `src_rank`; row i of `local` pairs with row
+    i of `remote`."""
+
+    src_rank: int
+    local: DescriptorTable
+    remote: DescriptorTable
+    page_rows: tuple[PageRow, ...]
+
+    def read_ids(self, num_tokens: int, src: Placement, dst: Placement) -> ReadIds:
+        """The ids that move the state after `num_tokens` tokens.
+
+        Pages pair by position in the prompt; more pages than it needs may be given.
+        Raises: TransferError for pages that are too few, a missing slot or ids out of range.
+        """
+        if num_tokens < 1:
+            raise TransferError(f"num_tokens={num_tokens}; a prompt has at least 1")
+        src_pages = _pages("source", src, self.remote, num_tokens)
+        dst_pages = _pages("destination", dst, self.local, num_tokens)
+        src_tokens = self.remote.layout.spec.page_tokens
+        dst_tokens = self.local.layout.spec.page_tokens
+        src_period, dst_period = page_period(src_tokens, dst_tokens)
+        period_tokens = lcm(src_tokens, dst_tokens)
+        local: list[Ids] = []
+        remote: list[Ids] = []
+        for index, row in enumerate(self.page_rows):
+            count = ceil_div(max(num_tokens - row.first_token, 0), period_tokens)
+            periods = np.arange(count, dtype=np.int64)
+            sources = src_pages[row.src_page + periods * src_period]
+            targets = dst_pages[row.dst_page + periods * dst_period]
+            # Order is free: sorted, all neighbours that could be joined are next to each other.
+            order = np.argsort(targets)
+            local.append(self.local.page_ids(index, targets[order]))
+            remote.append(self.remote.page_ids(index, sources[order]))
+        if self.local.slot_rows:
+            if src.slot is None or dst.slot is None:
+                side = "source" if src.slot is None else "destination"
+                raise TransferError(f"the {side} names no slot, but the model keeps a state")
+            local.append(self.local.slot_ids(dst.slot))
+            remote.append(self.remote.slot_ids(src.slot))
+        local_ids, remote_ids = np.concatenate(local), np.concatenate(remote)
+        starts, lengths = self.local.intervals(local_ids)
+        sources, src_lengths = self.remote.intervals(remote_ids)
+        assert np.array_equal(lengths, src_lengths)
+        joined = (starts[:-1] + lengths[:-1] == starts[1:]) & (
+            sources[:-1] + lengths[:-1] == sources[1:]
+        )
+        return ReadIds(
+            src_rank=self.src_rank,
+            local=as_int32(local_ids, self.local),
+            remote=as_int32(remote_ids, self.remote),
+            nbytes=int(lengths.sum()),
+            num_descriptors=len(local_ids) - int(joined.sum()),
+        )
+
+
+def build_rank_plans(src: Sequence[RankLayout], dst: RankLayout) -> tuple[RankPlan, ...]:
+    """The plans of one destination rank, one for each source rank that it reads from.
+
+    Args:
+        src: the layouts of all source ranks, in rank order.
+        dst: the layout of the destination rank.
+
+    Raises: HandshakeError if the two sides do not hold the same components.
+    """
+    specs = [layout.spec for layout in src]
+    pieces = {
+        part: _merged(segments(specs, dst.spec, part), specs, dst.spec) for part in ("page", "slot")
+    }
+    plans = []
+    for rank, layout in enumerate(src):
+        pages = [piece for piece in pieces["page"] if piece.src_rank == rank]
+        slots = [piece for piece in pieces["slot"] if piece.src_rank == rank]
+        if not pages and not slots:
+            continue
+        plans.append(
+            RankPlan(
+                src_rank=rank,
+                local=DescriptorTable(dst, _rows(pages, "dst"), _rows(slots, "dst")),
+                remote=DescriptorTable(layout, _rows(pages, "src"), _rows(slots, "src")),
+                page_rows=tuple(
+                    PageRow(piece.src_page, piece.dst_page, _first_token(piece, dst.spec))
+                    for piece in pages
+                ),
+            )
+        )
+    return tuple(plans)
+
+
+def _merged(found: Sequence[Segment], specs: Sequence[StateSpec], dst: StateSpec) -> list[Segment]:
+    """Neighbours joined within each source rank. Padding is carried along only if all comes from
+    one rank: else a gap may be another rank's bytes."""
+    ranks = sorted({segment.src_rank for segment in found})
+    merged: list[Segment] = []
+    for rank in ranks:
+        own = [segment for segment in found if segment.src_rank == rank]
+        same = len(ranks) == 1 and has_same_layout(specs[rank], dst, own[0].part)
+        merged.extend(merge_segments(own, same_layout=same))
+    return merged
+
+
+def _rows(pieces: Sequence[Segment], side: str) -> tuple[Row, ...]:
+    return tuple(
+        Row(piece.src_offset if side == "src" else piece.dst_offset, piece.nbytes)
+        for piece in pieces
+    )
+
+
+def _first_token(piece: Segment, dst: StateSpec) -> int:
+    """The first token, within the period, whose K/V the piece carries.
+
+    Joined pieces of unequal page sizes never leave the plane (k or v) of a unit: two planes are
+    not as far apart on both sides.
+    """
+    item = next(
+        item for item in dst.page if (item.layer, item.name) == (piece.layer, piece.component)
+    )
+    plane_nbytes = item.unit_nbytes // item.unit_shape[0]
+    row_nbytes = plane_nbytes // dst.page_tokens
+    within_plane = (piece.dst_offset - item.offset) % plane_nbytes
+    return piece.dst_page * dst.page_tokens + within_plane // row_nbytes
+
+
+def _pages(name: str, side: Placement, table: DescriptorTable, num_tokens: int) -> Ids:
+    """The pages of the prompt; empty if the model has none."""
+    if not table.page_rows:
+        return np.empty(0, dtype=np.int64)
+    page_tokens = table.layout.spec.page_tokens
+    needed = ceil_div(num_tokens, page_tokens)
+    if len(side.pages) < needed:
+        raise TransferError(
+            f"the {name} names {len(side.pages)} pages of {page_tokens} tokens; "
+            f"{num_tokens} tokens need {needed}"
+        )
+    return np.asarray(side.pages[:needed], dtype=np.int64)

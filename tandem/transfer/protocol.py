@@ -1,0 +1,214 @@
+"""Messages of the side channel between a decode engine (asks) and a prefill engine (answers).
+
+Two ZMQ frames: a tag with the protocol's version, and one msgpack map. The tag is compared before
+the map is decoded, so versions may differ freely. Sizes and values are bounded while decoding.
+Every request may be sent twice: the answer is the same. Also here: what the core of a decode
+engine tells its ranks (`ReadCommand`) and hears from them (`ReadEvent`).
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.errors import HandshakeError
+from tandem.transfer.identity import (
+    Count,
+    EngineIdentity,
+    ModelIdentity,
+    ProcessIdentity,
+    ShortText,
+    find_difference,
+)
+from tandem.transfer.layout import PeerInfo, RankInfo
+
+__all__ = [
+    "ALL_READERS",
+    "MAX_READERS",
+    "MAX_REPLY_NBYTES",
+    "MAX_REQUEST_NBYTES",
+    "PROTOCOL_VERSION",
+    "Hello",
+    "HelloReply",
+    "LeaseReply",
+    "LeaseRequest",
+    "PeerInfo",
+    "RankInfo",
+    "ReadCommand",
+    "ReadEvent",
+    "Refusal",
+    "ReleaseNote",
+    "ReleaseReply",
+    "Reply",
+    "Request",
+    "VersionError",
+    "decode_reply",
+    "decode_request",
+    "encode",
+    "refuse_model",
+    "version_tag",
+]
+
+PROTOCOL_VERSION = 1
+MAX_REQUEST_NBYTES = 4 << 20
+MAX_REPLY_NBYTES = 16 << 20
+ALL_READERS = -1
+MAX_READERS = 1024
+
+_TAG = b"tandem/"
+_LongText = Annotated[str, Meta(max_length=4096)]
+
+
+class VersionError(HandshakeError):
+    """A peer of another protocol version."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First contact. Layouts are answered only if `identity.model` matches."""
+
+    sequence: Count
+    identity: EngineIdentity
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
+    """Check the lease of a ticket and start its time anew."""
+
+    sequence: Count
+    ticket_id: ShortText
+    generation: ShortText
+
+
+class ReleaseNote(msgspec.Struct, frozen=True, tag="release"):
+    """Reader `reader_rank` of `num_readers` (or ALL_READERS) needs the ticket's memory no more."""
+
+    sequence: Count
+    ticket_id: ShortText
+    generation: ShortText
+    reader_rank: Annotated[int, Meta(ge=ALL_READERS, lt=MAX_READERS)]
+    num_readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
+
+
+class HelloReply(msgspec.Struct, frozen=True, tag="welcome"):
+    sequence: Count
+    engine_id: ShortText
+    generation: ShortText
+    process: ProcessIdentity
+    ranks: tuple[RankInfo, ...]
+
+
+class LeaseReply(msgspec.Struct, frozen=True, tag="leased"):
+    sequence: Count
+    remaining_s: float
+
+
+class ReleaseReply(msgspec.Struct, frozen=True, tag="released"):
+    sequence: Count
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refused"):
+    """The answer to any request that cannot be met. `generation` is the answering engine's."""
+
+    sequence: Count
+    message: _LongText
+    generation: ShortText
+
+
+Request = Hello | LeaseRequest | ReleaseNote
+Reply = HelloReply | LeaseReply | ReleaseReply | Refusal
+
+
+class ReadCommand(msgspec.Struct, frozen=True):
+    """Read the state after `num_tokens` tokens from the peer's pages and slot into ours.
+
+    `peer` is the incarnation's (engine_id, generation).
+    The lease of the ticket has just been checked. The destination belongs to the reader until the
+    event "done", "failed" or "drained" of this request.
+    """
+
+    request_id: ShortText
+    peer: tuple[ShortText, ShortText]
+    num_tokens: Count
+    src_pages: tuple[int, ...]
+    src_slot: int | None
+    dst_pages: tuple[int, ...]
+    dst_slot: int | None
+
+
+class ReadEvent(msgspec.Struct, frozen=True):
+    """`status`: "done", "failed" (all transfers of the request have stopped) or "drained".
+
+    Each posted request gets exactly one of done and failed, unless it is given up before; each
+    `give_up` gets exactly one drained, after which its memory is quiet. `is_peer_lost`: the peer
+    must be met anew (hello, then add_peer) before more is read from it.
+    """
+
+    request_id: str
+    status: str
+    error: str | None = None
+    is_peer_lost: bool = False
+    nbytes: int = 0
+    num_descriptors: int = 0
+    seconds: float = 0.0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+def version_tag(version: int = PROTOCOL_VERSION) -> bytes:
+    return _TAG + str(version).encode()
+
+
+def encode(message: Request | Reply) -> list[bytes]:
+    """The frames of a message."""
+    return [version_tag(), _encoder.encode(message)]
+
+
+def decode_request(frames: list[bytes]) -> Request:
+    """Raises: VersionError for another version, HandshakeError for what is no request."""
+    payload = _checked(frames, MAX_REQUEST_NBYTES)
+    try:
+        return _request_decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HandshakeError(f"the message is no request of the side channel: {error}") from error
+
+
+def decode_reply(frames: list[bytes]) -> Reply:
+    """Raises: VersionError for another version, HandshakeError for what is no reply."""
+    payload = _checked(frames, MAX_REPLY_NBYTES)
+    try:
+        return _reply_decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HandshakeError(f"the message is no reply of the side channel: {error}") from error
+
+
+def _checked(frames: list[bytes], max_nbytes: int) -> bytes:
+    if len(frames) != 2 or not frames[0].startswith(_TAG) or len(frames[0]) > 32:
+        raise HandshakeError(
+            f"got {len(frames)} frames without the tag {_TAG.decode()}N; "
+            "check that the address is the side channel of a Tandem engine"
+        )
+    if frames[0] != version_tag():
+        got = frames[0].removeprefix(_TAG).decode(errors="replace")
+        raise VersionError(
+            f"the peer speaks protocol version {got}, this engine version {PROTOCOL_VERSION}; "
+            "run the same version of Tandem on both sides"
+        )
+    if len(frames[1]) > max_nbytes:
+        raise HandshakeError(
+            f"the message has {len(frames[1])} bytes; at most {max_nbytes} are read"
+        )
+    return frames[1]
+
+
+def refuse_model(ours: ModelIdentity, theirs: ModelIdentity) -> str | None:
+    """Why an engine with model `theirs` may not read from one with `ours`; None if it may."""
+    difference = find_difference(ours, theirs)
+    if difference is None:
+        return None
+    return (
+        f"the engines hold different models: {difference.field} is {difference.ours} on the "
+        f"prefill engine and {difference.theirs} on the decode engine; start both from the same "
+        "checkpoint with the same dtype and state_dtype"
+    )

@@ -1,0 +1,227 @@
+"""The side channel of a decode engine: hello, lease and release, asked of prefill engines.
+
+One thread talks to all peers; a silent one costs only the requests that need it. Nothing blocks
+the caller. It reads no memory: reader.py does, once a ticket is open.
+"""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from tandem.log import get_logger
+from tandem.state.ticket import Ticket
+from tandem.transfer.identity import EngineIdentity, is_proven_dead
+from tandem.transfer.peer_channel import Asked, PeerChannel
+from tandem.transfer.protocol import ALL_READERS, PeerInfo
+
+log = get_logger(__name__)
+
+_TICK_MS = 20
+_IDLE_MS = 1000
+_IDLE_CHANNEL_S = 600.0
+
+
+class OpenEvent(msgspec.Struct, frozen=True):
+    """`status`: "open" (`peer` is set, the lease has just been renewed: post the read now),
+    "failed" (`error`), or "lost": the lease of an open ticket could not be kept, so what is read
+    under it must not be used.
+
+    Each `open` gets exactly one of open and failed, unless forgotten; lost may follow open.
+    """
+
+    request_id: str
+    status: str
+    peer: PeerInfo | None = None
+    error: str | None = None
+
+
+class TicketClient:
+    """Opens tickets, keeps their leases while they are read, and releases them.
+
+    Args:
+        identity: of this decode engine; its model is compared by the peer.
+        deadline_s: how long `open` may take, unless it says otherwise.
+        notify: called from the thread after an event was added.
+    """
+
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        *,
+        deadline_s: float = 10.0,
+        notify: Callable[[], None] | None = None,
+    ) -> None:
+        self._identity = identity
+        self._deadline_s = deadline_s
+        self._notify = notify
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[OpenEvent] = queue.SimpleQueue()
+        # ZMQ sockets belong to the thread; this pair of plain ones wakes it.
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._context = zmq.Context(io_threads=1)
+        self._channels: dict[str, PeerChannel] = {}
+        self._met: dict[str, dict[str, PeerInfo]] = {}  # engine_id -> generation -> peer
+        self._replaced: set[tuple[str, str]] = set()
+        self._is_closing = False
+        self._close_deadline = 0.0
+        self._thread = threading.Thread(target=self._run, name="ticket-client", daemon=True)
+        self._thread.start()
+
+    def open(self, request_id: str, ticket: Ticket, deadline_s: float | None = None) -> None:
+        """Meet the ticket's engine if need be and check its lease. The lease is then renewed until
+        `release` or `forget`."""
+        deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+        self._submit(lambda: self._channel(ticket.address).open(request_id, ticket, deadline))
+
+    def release(self, ticket: Ticket, num_readers: int, reader_rank: int = ALL_READERS) -> None:
+        """Tell the ticket's engine that `reader_rank` of `num_readers` ranks, or all of them, need
+        its memory no more. Repeated until answered or the lease has ended anyway.
+
+        Ends the renewals of the ticket. Works for tickets that were never opened.
+        """
+        self._submit(
+            lambda: self._channel(ticket.address).release(ticket, num_readers, reader_rank)
+        )
+
+    def forget(self, request_id: str) -> None:
+        """No more events of this request, and no more renewals."""
+
+        def forget() -> None:
+            for channel in self._channels.values():
+                channel.forget(request_id)
+
+        self._submit(forget)
+
+    def drop_peer(self, key: tuple[str, str]) -> None:
+        """An incarnation could not be read: the next ticket of it begins with a hello."""
+
+        def drop() -> None:
+            for channel in self._channels.values():
+                channel.drop_peer(key)
+
+        self._submit(drop)
+
+    def is_peer_dead(self, engine_id: str, generation: str) -> bool:
+        """Whether an incarnation met before has certainly ended: all of its processes on this
+        host are gone, or another one answers at its address. False if that cannot be known."""
+        peer = self._met.get(engine_id, {}).get(generation)
+        if peer is None:
+            return False
+        processes = [peer.process, *(info.process for info in peer.ranks)]
+        if all(is_proven_dead(process) for process in processes):
+            return True
+        is_local = self._identity.process.boot_id == peer.process.boot_id != ""
+        return not is_local and (engine_id, generation) in self._replaced
+
+    def poll(self) -> list[OpenEvent]:
+        """The events since the last call."""
+        events = []
+        while True:
+            try:
+                events.append(self._events.get_nowait())
+            except queue.Empty:
+                return events
+
+    def stats(self) -> dict[str, int]:
+        """Totals over all peers: hellos, renewals, releases, lost_releases, timeouts, refused."""
+        totals: dict[str, int] = {}
+        for channel in list(self._channels.values()):
+            for name, value in channel.counts.items():
+                totals[name] = totals.get(name, 0) + value
+        return totals
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Wait at most `timeout_s` for answers to release notes, and end the thread."""
+        if not self._thread.is_alive():
+            return
+        deadline = time.monotonic() + timeout_s
+        self._submit(lambda: self._begin_close(deadline))
+        self._thread.join()
+        self._context.term()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _submit(self, command: Callable[[], object]) -> None:
+        self._commands.put(command)
+        try:
+            self._wake_writer.send(b"!")
+        except BlockingIOError:
+            return  # the pair is full of wake-ups already
+
+    # What follows runs on the thread.
+
+    def _begin_close(self, deadline: float) -> None:
+        self._is_closing = True
+        self._close_deadline = deadline
+
+    def _run(self) -> None:
+        while not self._may_leave():
+            poller = zmq.Poller()
+            poller.register(self._wake_reader, zmq.POLLIN)
+            for channel in self._channels.values():
+                poller.register(channel.socket, zmq.POLLIN)
+            is_busy = self._is_closing or any(item.is_busy for item in self._channels.values())
+            poller.poll(_TICK_MS if is_busy else _IDLE_MS)
+            self._take_commands()
+            for channel in self._channels.values():
+                channel.receive()
+                channel.advance(time.monotonic())
+            self._close_idle(time.monotonic())
+        for channel in self._channels.values():
+            channel.socket.close(linger=0)
+
+    def _close_idle(self, now: float) -> None:
+        """Tickets name addresses: sockets to those that nobody asks for any more are closed."""
+        for address, channel in list(self._channels.items()):
+            if now - channel.last_busy > _IDLE_CHANNEL_S:
+                channel.socket.close(linger=0)
+                # A new mapping: other threads iterate over the old one.
+                self._channels = {
+                    name: item for name, item in self._channels.items() if name != address
+                }
+
+    def _may_leave(self) -> bool:
+        if not self._is_closing:
+            return False
+        is_waiting = any(channel.has_notes for channel in self._channels.values())
+        return not is_waiting or time.monotonic() > self._close_deadline
+
+    def _take_commands(self) -> None:
+        try:
+            while self._wake_reader.recv(4096):
+                continue
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _channel(self, address: str) -> PeerChannel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = PeerChannel(self._context, address, self._identity, self._on_asked)
+            self._channels = {**self._channels, address: channel}
+        return channel
+
+    def _on_asked(self, asked: Asked) -> None:
+        if asked.peer is not None:
+            self._met.setdefault(asked.peer.engine_id, {})[asked.peer.generation] = asked.peer
+        if asked.replaced is not None:
+            self._replaced.add(asked.replaced)
+        if asked.request_id is None:
+            return
+        self._events.put(
+            OpenEvent(asked.request_id, asked.status, peer=asked.peer, error=asked.error)
+        )
+        if self._notify is not None:
+            self._notify()

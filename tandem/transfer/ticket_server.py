@@ -1,0 +1,190 @@
+"""The side channel of a prefill engine: it answers hellos, lease checks and release notes.
+
+A thread of its own answers while the engine computes. It decides nothing about memory: the lease
+table counts, and the engine frees.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+
+from tandem.errors import ConfigError, HandshakeError, LeaseError
+from tandem.log import get_logger
+from tandem.transfer.identity import EngineIdentity
+from tandem.transfer.layout import PeerInfo, RankInfo, check_peer
+from tandem.transfer.protocol import (
+    ALL_READERS,
+    MAX_REQUEST_NBYTES,
+    Hello,
+    HelloReply,
+    LeaseReply,
+    LeaseRequest,
+    Refusal,
+    ReleaseNote,
+    ReleaseReply,
+    Reply,
+    Request,
+    VersionError,
+    decode_request,
+    encode,
+    refuse_model,
+)
+
+log = get_logger(__name__)
+
+_STOP_CHECK_MS = 100
+_WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")
+
+
+class Leases(Protocol):
+    """What the server needs of a lease table (cache/lease.py); called from its thread."""
+
+    def renew(self, ticket_id: str) -> float:
+        """Seconds that are left after starting anew. Raises: LeaseError if it has ended."""
+
+    def release(self, ticket_id: str, rank: int, num_readers: int) -> bool:
+        """One reader is done. Repeated and unknown notes are tolerated and counted."""
+
+
+class TicketServer:
+    """Serves one engine incarnation at `address` until `close`.
+
+    Raises: ConfigError for a wildcard host or a port that cannot be bound.
+    """
+
+    def __init__(
+        self,
+        bind_host: str,
+        port: int,
+        identity: EngineIdentity,
+        ranks: Sequence[RankInfo],
+        leases: Leases,
+    ) -> None:
+        if bind_host in _WILDCARDS:
+            raise ConfigError(
+                f"side_channel_host={bind_host!r} names no host that decode engines can reach; "
+                "give this machine's address on their network"
+            )
+        self._identity = identity
+        self._leases = leases
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_NBYTES)
+        self._socket.setsockopt(zmq.IPV6, int(":" in bind_host))
+        try:
+            self.address = self._bind(bind_host, port)
+            self._ranks = tuple(ranks)
+            check_peer(
+                PeerInfo(
+                    identity.engine_id,
+                    identity.generation,
+                    self.address,
+                    identity.process,
+                    self._ranks,
+                )
+            )
+        except BaseException:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise
+        self._counts = dict.fromkeys(("hellos", "renewals", "releases", "refused", "malformed"), 0)
+        self._is_closing = threading.Event()
+        # From here on the socket belongs to the thread.
+        self._thread = threading.Thread(target=self._run, name="ticket-server", daemon=True)
+        self._thread.start()
+        log.info("side channel of %s at %s", identity.engine_id, self.address)
+
+    def stats(self) -> dict[str, int]:
+        """Requests answered since start, by kind; "malformed" ones got no answer."""
+        return dict(self._counts)
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join()
+        self._context.term()
+
+    def _bind(self, host: str, port: int) -> str:
+        literal = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        try:
+            if port == 0:
+                port = self._socket.bind_to_random_port(f"tcp://{literal}")
+            else:
+                self._socket.bind(f"tcp://{literal}:{port}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"side channel tcp://{literal}:{port} cannot be bound ({error}); "
+                "choose another side_channel_port, or 0 for any free one"
+            ) from error
+        return f"tcp://{literal}:{port}"
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing.is_set():
+                if self._socket.poll(_STOP_CHECK_MS):
+                    self._serve()
+        finally:
+            self._socket.close(linger=0)
+
+    def _serve(self) -> None:
+        """Answer one message; drop one that cannot be understood."""
+        peer, *frames = self._socket.recv_multipart()
+        try:
+            reply = self._answer(decode_request(frames))
+        except VersionError as error:
+            reply = self._refusal(0, str(error))
+        except HandshakeError as error:
+            self._counts["malformed"] += 1
+            log.debug("dropped a message on the side channel: %s", error)
+            return
+        try:
+            self._socket.send_multipart([peer, *encode(reply)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # The asker is gone or does not read; it asks again if it still cares.
+            log.debug("an answer on the side channel was dropped: %s", error)
+
+    def _answer(self, request: Request) -> Reply:
+        identity = self._identity
+        if isinstance(request, Hello):
+            reason = refuse_model(identity.model, request.identity.model)
+            if reason is not None:
+                log.warning("refused %s: %s", request.identity.engine_id, reason)
+                return self._refusal(request.sequence, reason)
+            self._counts["hellos"] += 1
+            return HelloReply(
+                sequence=request.sequence,
+                engine_id=identity.engine_id,
+                generation=identity.generation,
+                process=identity.process,
+                ranks=self._ranks,
+            )
+        if request.generation != identity.generation:
+            return self._refusal(
+                request.sequence,
+                f"ticket {request.ticket_id} is of generation {request.generation}; the engine "
+                f"restarted as generation {identity.generation}: recompute the prompt",
+            )
+        if isinstance(request, LeaseRequest):
+            try:
+                remaining_s = self._leases.renew(request.ticket_id)
+            except LeaseError as error:
+                return self._refusal(request.sequence, str(error))
+            self._counts["renewals"] += 1
+            return LeaseReply(request.sequence, remaining_s)
+        self._release(request)
+        return ReleaseReply(request.sequence)
+
+    def _release(self, note: ReleaseNote) -> None:
+        self._counts["releases"] += 1
+        if note.reader_rank == ALL_READERS:
+            readers = range(note.num_readers)
+        else:
+            readers = range(note.reader_rank, note.reader_rank + 1)
+        for rank in readers:
+            self._leases.release(note.ticket_id, rank, note.num_readers)
+
+    def _refusal(self, sequence: int, message: str) -> Refusal:
+        self._counts["refused"] += 1
+        return Refusal(sequence, message[:4096], self._identity.generation)
