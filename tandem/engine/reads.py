@@ -37,6 +37,7 @@ class _Read:
     started: float
     is_posted: bool = False
     is_given_up: bool = False
+    peer: tuple[str, str] | None = None
     ended_ranks: set[int] = field(default_factory=set)
     error: str | None = None
     nbytes: int = 0
@@ -121,12 +122,13 @@ class ReadDesk:
             if read is None:
                 continue
             if opened.peer is None:
-                outcomes.append(self._fail(opened.request_id, opened.error or "no answer"))
+                # "failed": never posted. "lost": bytes read under an ended lease are not used.
+                outcomes.append(self._fail(opened.request_id, opened.error or opened.status))
                 continue
+            read.peer = opened.peer.key
             command = ReadCommand(
                 request_id=opened.request_id,
-                engine_id=opened.peer.engine_id,
-                generation=opened.peer.generation,
+                peer=opened.peer.key,
                 src_pages=read.ticket.pages,
                 src_slot=read.ticket.slot,
                 dst_pages=tuple(read.pages),
@@ -152,6 +154,8 @@ class ReadDesk:
         if read is None:
             return None
         read.ended_ranks.add(rank)
+        if event.is_peer_lost and read.peer is not None:
+            self._client.drop_peer(read.peer)
         read.nbytes += event.nbytes
         read.num_descriptors += event.num_descriptors
         if event.status != "done":

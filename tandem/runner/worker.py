@@ -36,7 +36,8 @@ def num_threads(config: EngineConfig) -> int:
 
 
 class Worker:
-    """Executes plans and reads on one rank. Not thread-safe; reads progress on a thread of their own.
+    """Executes plans and reads on one rank. Not thread-safe; reads progress on a thread of their
+    own.
 
     Args:
         config: the engine's settings.
