@@ -60,8 +60,8 @@ class Scheduler:
         recompute_failed_reads: what a read that failed becomes: an ordinary request that computes
             its prompt here, or an error of this request alone.
 
-    Use: `schedule` -> workers run the plan -> `update`; one plan at a time. The other methods may
-    be called at any time between, also while a plan runs.
+    Use: `schedule` -> workers run the plan -> `update` or `cancel`; one plan at a time. The other
+    methods may be called at any time between, also while a plan runs.
     """
 
     def __init__(
@@ -389,12 +389,8 @@ class Scheduler:
         A held prefill that has its first token yields finish_reason "hold" without a ticket: its
         memory is `cache.held(request_id)` from then on, and the caller grants the lease.
         """
-        assert plan is self._plan, "update() with another plan than the one that runs"
         assert result.step_id == plan.step_id, f"result {result.step_id} of step {plan.step_id}"
-        planned, self._planned, self._plan = self._planned, {}, None
-        for request_id in self._release_after_plan:
-            self.cache.release(request_id)
-        self._release_after_plan.clear()
+        planned = self._end_plan(plan)
         samples = {sample.request_id: sample for sample in result.samples}
         for chunk in plan.chunks:
             sample = samples[chunk.request_id] if chunk.sample else None
@@ -411,14 +407,29 @@ class Scheduler:
         return self.take_deltas()
 
     def cancel(self, plan: StepPlan) -> list[TokenDelta]:
-        """Forget a step that failed on the workers, after `fail` of every request in it."""
-        assert plan is self._plan, "cancel() of another plan than the one that runs"
-        assert not any(chunk.request_id in self._running for chunk in plan.chunks)
-        self._planned, self._plan = {}, None
+        """End a step that failed on the workers; returns unreported deltas.
+
+        What it did to memory and to workers' tables is unknown: its requests that still run (call
+        `fail` for those that shall not) start over, and workers hear of them anew.
+        """
+        planned = self._end_plan(plan)
+        for request_id in plan.forget:
+            self._forget.append(request_id)
+        for request in sorted(planned.values(), key=lambda item: item.serial, reverse=True):
+            if request.state is RequestState.RUNNING:
+                self._preempt(request)
+                self._known.remove(request.request_id)
+                self._forget.append(request.request_id)
+        return self.take_deltas()
+
+    def _end_plan(self, plan: StepPlan) -> dict[str, Request]:
+        """No worker runs the plan any more: free what waited for that; returns its requests."""
+        assert plan is self._plan, "this is not the plan that runs"
+        planned, self._planned, self._plan = self._planned, {}, None
         for request_id in self._release_after_plan:
             self.cache.release(request_id)
         self._release_after_plan.clear()
-        return self.take_deltas()
+        return planned
 
     def take_deltas(self) -> list[TokenDelta]:
         """Deltas that arose outside `update`: first tokens of tickets, errors."""

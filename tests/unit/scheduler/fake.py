@@ -132,7 +132,9 @@ class FakeWorker:
     def execute(self, plan: StepPlan) -> StepResult:
         self.steps.append(plan)
         for request_id in plan.forget:
-            del self.tokens[request_id], self.tables[request_id]
+            # A failed step may have told of a request, or not.
+            self.tokens.pop(request_id, None)
+            self.tables.pop(request_id, None)
         for new in plan.new_requests:
             assert new.request_id not in self.tokens
             self.tokens[new.request_id] = [*new.prompt_token_ids, *new.generated]

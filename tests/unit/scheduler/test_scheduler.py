@@ -422,6 +422,33 @@ def test_fail_reports_an_error_of_one_request():
     assert scheduler.cache.counts().is_idle
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_failed_step_ends_what_the_caller_fails_and_restarts_the_rest(has_run):
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler)
+    requests = {name: make_request(name, 10, 6) for name in ("old", "gone")}
+    for request in requests.values():
+        scheduler.add(request)
+    worker.step()
+    scheduler.abort("gone")
+    for name in ("failed", "new", "aborted"):
+        requests[name] = make_request(name, 10, 6)
+        scheduler.add(requests[name])
+    plan = scheduler.schedule()
+    if has_run:
+        worker.execute(plan)
+    scheduler.abort("aborted")
+    scheduler.fail("failed", "the step failed")
+    deltas = scheduler.cancel(plan)
+    assert reasons(deltas) == {"failed": "error"}
+    deltas = worker.run()
+    assert reasons(deltas) == {"old": "length", "new": "length"}
+    for name in ("old", "new"):
+        assert requests[name].output_token_ids == generate(requests[name].prompt_token_ids, 6)
+    assert not {"gone", "failed", "aborted"} & set(worker.tokens)
+    assert scheduler.cache.counts().is_idle
+
+
 # --- hold: a prefill engine ---
 
 

@@ -120,7 +120,11 @@ class Simulation:
         if may_abort and live and self.rng.random() < 0.1:
             self.abort(self.rng.choice(live).request_id)
         if plan is not None:
-            self.take(self.scheduler.update(plan, self.worker.execute(plan)))
+            result = self.worker.execute(plan)
+            if may_abort and self.rng.random() < 0.05:
+                self.take(self.scheduler.cancel(plan))
+            else:
+                self.take(self.scheduler.update(plan, result))
         self.take(self.scheduler.take_deltas())
 
     def finish(self) -> None:
