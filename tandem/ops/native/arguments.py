@@ -20,3 +20,11 @@ def as_fp32(x: torch.Tensor) -> torch.Tensor:
     if x.dtype is torch.float32 and x.is_contiguous():
         return x
     return x.float().contiguous()
+
+
+def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """([rows, channels] of [..., channels] with contiguous channels, elements from row to row)."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1 and rows.shape[1] != 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)

@@ -26,6 +26,13 @@ _SIGNATURES = {
     "tandem_linear_rows": "-:pppii",
     "tandem_ssd_update": "-:iiippppppppppiiiiiiiiiiiiffi",
     "tandem_ssd_prefill": "-:iiippppppppppiiiiiiiiiiiiffippi",
+    "tandem_rms_norm": "-:iipipipppiif",
+    "tandem_gated_rms_norm": "-:iipipippiiif",
+    "tandem_silu_mul": "-:ipipii",
+    "tandem_relu2": "-:ippi",
+    "tandem_conv1d": "-:iipippppppipppiiii",
+    "tandem_attention_decode": "-:iipppppiiiiiiiifi",
+    "tandem_write_kv": "-:ipppppiiiiiiiii",
 }
 _SIGNATURES_BF16_DOT = {"tandem_linear_bf16": "-:pipppiiii"}
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "-": None}
