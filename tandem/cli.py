@@ -66,7 +66,8 @@ def serve(
     **settings: Any,
 ) -> None:
     """Serve a model: one engine, a prefill or decode engine (--role), or both with a router."""
-    from tandem.server.launch import serve_engine, serve_pair
+    from tandem.launch.engine_server import serve_engine
+    from tandem.launch.pair import serve_pair
 
     config = build_config(model, settings)
     if prefill or decode:
@@ -94,7 +95,7 @@ def route(
     log_level: LogLevel = None,
 ) -> None:
     """Route requests to prefill and decode engines that were started by hand."""
-    from tandem.server.launch import serve_router
+    from tandem.launch.router_server import serve_router
 
     serve_router(prefill, decode, host=host, port=port, log_level=log_level)
 
@@ -138,7 +139,7 @@ def demo(
     port: Port = 0,
 ) -> None:
     """Serve the model that ships with Tandem, prefill and decode apart, and ask it something."""
-    from tandem.server.demo import run_demo
+    from tandem.launch.demo import run_demo
 
     run_demo(prompt=prompt, keep=keep, port=port)
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -18,7 +18,10 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 def spawn(
-    module: str, settings: msgspec.Struct, environment: Mapping[str, str] | None = None
+    module: str,
+    settings: msgspec.Struct,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Run `python -m module` and hand it `settings` as its first line of stdin."""
     process = subprocess.Popen(
@@ -27,6 +30,7 @@ def spawn(
         env={**os.environ, **(environment or {})},
         # Ctrl-C in a terminal reaches the parent alone; it ends its children in order.
         start_new_session=True,
+        pass_fds=tuple(pass_fds),
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(settings) + b"\n")

@@ -71,6 +71,11 @@ class EngineClient:
         assert self._info is not None, "start() first"
         return self._info
 
+    @property
+    def lost(self) -> TandemError | None:
+        """Why the engine is gone for good, or None."""
+        return self._dead
+
     async def start(self) -> EngineInfo:
         """Start the core and wait until it is ready; raises what stopped it (ModelError, ...)."""
         endpoint = f"ipc://{Path(self._folder.name) / 'core'}"
@@ -193,7 +198,9 @@ class EngineClient:
         return self._not_ready
 
     async def close(self) -> None:
-        """End the core process and wait for it."""
+        """End the core process and wait for it. Safe to call twice."""
+        if self._socket.closed:
+            return
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,0 +1,1 @@
+"""Starts and supervises the processes that a command needs: engines, pairs, routers, the demo."""

@@ -1,0 +1,94 @@
+"""An engine with its HTTP server: in the foreground, or as a supervised child of a pair.
+
+The HTTP server lives in this process, the engine's core in a child of it (engine/client.py).
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from tandem import log as tandem_log
+from tandem.config.engine import EngineConfig
+from tandem.engine.child import read_settings
+from tandem.engine.client import EngineClient
+from tandem.engine.tokenizer import Tokenizer
+from tandem.errors import EngineDeadError, TandemError
+from tandem.log import get_logger
+from tandem.server.app import create_app
+from tandem.server.engine_backend import EngineBackend
+from tandem.server.listen import bind, server
+
+log = get_logger(__name__)
+
+_WATCH_S = 0.5
+
+
+class EngineServerSettings(msgspec.Struct, frozen=True):
+    """What an engine server that runs as a child reads on its life line.
+
+    `listener_fd`: a bound socket that the parent keeps, so that a restart has the same address.
+    """
+
+    config: EngineConfig
+    listener_fd: int
+    log_level: str | None = None
+
+
+async def run(config: EngineConfig, listener: socket.socket, log_level: str | None) -> None:
+    """Serve until told to end. Raises: what stopped the engine from starting, EngineDeadError."""
+    # Before the engine loads weights: a folder without a tokenizer is found out at once.
+    tokenizer = Tokenizer.load(config.model)
+    client = EngineClient(config, log_level)
+    try:
+        await client.start()
+        backend = EngineBackend(client)
+        http = server(create_app(backend, tokenizer))
+        host, port = listener.getsockname()[:2]
+        log.info("serving %s (%s) on http://%s:%d", backend.info.name, client.info.role, host, port)
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        lost: TandemError | None = None
+        while not serving.done():
+            await asyncio.wait([serving], timeout=_WATCH_S)
+            if client.lost is not None and not http.should_exit:
+                # Running requests have been told; whoever supervises us starts a new engine.
+                lost = client.lost
+                http.should_exit = True
+        await serving
+        if lost is not None:
+            raise lost
+    finally:
+        await client.close()
+
+
+def serve_engine(config: EngineConfig, *, host: str, port: int, log_level: str | None) -> None:
+    """Serve one engine in the foreground until interrupted."""
+    tandem_log.configure(log_level)
+    with bind(host, port) as listener, suppress(KeyboardInterrupt):
+        asyncio.run(run(config, listener, log_level))
+
+
+def main() -> None:
+    settings = read_settings(EngineServerSettings)
+    tandem_log.configure(settings.log_level)
+    tandem_log.bind(role=settings.config.transfer.role)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listener = socket.socket(fileno=settings.listener_fd)
+    listener.setblocking(False)
+    try:
+        asyncio.run(run(settings.config, listener, settings.log_level))
+    except EngineDeadError as error:
+        log.error("%s", error)
+        sys.exit(1)
+    except TandemError as error:
+        # What a restart cannot mend: the parent repeats it and gives up.
+        log.error("%s", error)
+        sys.exit(os.EX_CONFIG)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Prefill and decode engines on this machine behind one router, supervised.
+
+Each engine keeps its address for life: this process holds the listening sockets, so an engine that
+died comes back under the same URL and the router's probes find it.
+"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+
+from tandem import log as tandem_log
+from tandem.config.engine import EngineConfig
+from tandem.engine.child import end, spawn
+from tandem.errors import ConfigError, EngineDeadError
+from tandem.launch.engine_server import EngineServerSettings
+from tandem.launch.router_server import run_router
+from tandem.log import get_logger
+from tandem.server.listen import bind
+
+log = get_logger(__name__)
+
+_WATCH_S = 0.2
+# An engine that dies again within this time after its start is not restarted at once.
+_RESTART_PAUSE_S = 5.0
+
+
+@dataclass
+class _Engine:
+    """One supervised engine and the socket that is its address."""
+
+    name: str
+    config: EngineConfig
+    listener: socket.socket
+    log_level: str | None
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def start(self) -> None:
+        fd = self.listener.fileno()
+        settings = EngineServerSettings(self.config, fd, self.log_level)
+        environment = {"OMP_NUM_THREADS": str(self.config.parallel.threads or 1)}
+        self.process = spawn("tandem.launch.engine_server", settings, environment, pass_fds=[fd])
+        self.started = time.monotonic()
+
+    def has_ended(self) -> int | None:
+        return self.process.poll() if self.process is not None else None
+
+
+def pair_configs(
+    config: EngineConfig,
+    *,
+    num_prefill: int,
+    num_decode: int,
+    prefill_tp: int,
+    decode_tp: int,
+    prefill_page_tokens: int | None = None,
+) -> list[EngineConfig]:
+    """One config an engine, prefill engines first; the machine's cores are shared out.
+
+    Raises: ConfigError if one of the roles has no engine.
+    """
+    if num_prefill < 1 or num_decode < 1:
+        raise ConfigError(
+            f"prefill={num_prefill} and decode={num_decode}; expected at least 1 of each"
+        )
+    num_ranks = num_prefill * prefill_tp + num_decode * decode_tp
+    # Two engines whose threads outnumber the cores halve each other's speed (docs/performance.md).
+    threads = config.parallel.threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    roles = [("prefill", prefill_tp)] * num_prefill + [("decode", decode_tp)] * num_decode
+    configs = []
+    for role, tp in roles:
+        cache = config.cache
+        if role == "prefill" and prefill_page_tokens is not None:
+            cache = replace(cache, page_tokens=prefill_page_tokens)
+        configs.append(
+            replace(
+                config,
+                cache=cache,
+                parallel=replace(config.parallel, tp=tp, threads=threads),
+                transfer=replace(config.transfer, role=role),
+            )
+        )
+    return configs
+
+
+def serve_pair(
+    config: EngineConfig,
+    *,
+    host: str,
+    port: int,
+    num_prefill: int,
+    num_decode: int,
+    prefill_tp: int,
+    decode_tp: int,
+    prefill_page_tokens: int | None,
+    log_level: str | None,
+) -> None:
+    """Serve prefill and decode engines behind a router until interrupted."""
+    tandem_log.configure(log_level)
+    tandem_log.bind(role="router")
+    configs = pair_configs(
+        config,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_page_tokens=prefill_page_tokens,
+    )
+    with ExitStack() as stack:
+        public = stack.enter_context(bind(host, port))
+        engines = []
+        for index, engine_config in enumerate(configs):
+            listener = stack.enter_context(bind("127.0.0.1", 0))
+            name = f"{engine_config.transfer.role}-{index}"
+            engines.append(_Engine(name, engine_config, listener, log_level))
+        with suppress(KeyboardInterrupt):
+            asyncio.run(_supervise(engines, public))
+
+
+async def _supervise(engines: list[_Engine], public: socket.socket) -> None:
+    urls = {
+        role: [engine.url for engine in engines if engine.config.transfer.role == role]
+        for role in ("prefill", "decode")
+    }
+    try:
+        for engine in engines:
+            engine.start()
+            log.info("starting %s at %s", engine.name, engine.url)
+        router = asyncio.create_task(run_router(urls["prefill"], urls["decode"], public))
+        while not router.done():
+            await asyncio.wait([router], timeout=_WATCH_S)
+            for engine in engines:
+                _restart_if_ended(engine)
+        await router
+    finally:
+        await asyncio.to_thread(_end_all, engines)
+
+
+def _restart_if_ended(engine: _Engine) -> None:
+    status = engine.has_ended()
+    if status is None:
+        return
+    if status == os.EX_CONFIG:
+        raise EngineDeadError(f"{engine.name} cannot start; its own message is above")
+    if time.monotonic() - engine.started < _RESTART_PAUSE_S:
+        return
+    log.warning("%s ended with status %s; starting it again", engine.name, status)
+    engine.start()
+
+
+def _end_all(engines: list[_Engine]) -> None:
+    # Decode engines first: they stop reading before what they read from goes away.
+    for engine in reversed(engines):
+        if engine.process is not None:
+            end(engine.process)
+    sys.stderr.flush()

@@ -1,0 +1,30 @@
+"""The router in the foreground, or as part of a pair. Imports no torch."""
+
+import asyncio
+import socket
+from contextlib import suppress
+
+from tandem import log as tandem_log
+from tandem.log import get_logger
+from tandem.router.app import create_router_app
+from tandem.server.listen import bind, server
+
+log = get_logger(__name__)
+
+
+async def run_router(prefill: list[str], decode: list[str], listener: socket.socket) -> None:
+    """Route on an open listener until told to end."""
+    app = await create_router_app(prefill, decode)
+    host, port = listener.getsockname()[:2]
+    log.info("ready: %d prefill, %d decode on http://%s:%d", len(prefill), len(decode), host, port)
+    await server(app).serve(sockets=[listener])
+
+
+def serve_router(
+    prefill: list[str], decode: list[str], *, host: str, port: int, log_level: str | None
+) -> None:
+    """Route to engines that were started by hand, until interrupted."""
+    tandem_log.configure(log_level)
+    tandem_log.bind(role="router")
+    with bind(host, port) as listener, suppress(KeyboardInterrupt):
+        asyncio.run(run_router(prefill, decode, listener))
