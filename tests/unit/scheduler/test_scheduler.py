@@ -1,6 +1,5 @@
 """One scenario a test; random workloads are in test_workloads.py."""
 
-import itertools
 import time
 
 import msgspec
@@ -344,22 +343,32 @@ def test_preempted_requests_keep_their_place_in_the_queue():
 
 
 def test_a_preempted_request_does_not_return_into_the_last_page():
-    """Else the next row that needs a page would throw it out again before it said anything."""
-    scheduler = make_scheduler(num_slabs=9, pages_per_slab=4, budget_tokens=256, max_num_seqs=4)
+    """Else the next row that needs a page would throw it out again at once."""
+    scheduler = make_scheduler(num_slabs=4, pages_per_slab=1, slot_nbytes=0)
     worker = FakeWorker(scheduler)
-    requests = [make_request(f"r{index}", 60 + index, 70) for index in range(5)]
-    for request in requests:
+    a, c, b = make_request("a", 15, 30), make_request("c", 8, 6), make_request("b", 17, 20)
+    for request in (a, c, b):  # 1 + 1 + 2 of 4 pages
         scheduler.add(request)
+    while c.state is not RequestState.FINISHED:
+        worker.step()
+    assert b.state is RequestState.WAITING  # a took a second page
+    assert scheduler.cache.counts().pool.free_pages == 2  # what b needs, and none to spare
     worker.run()
-    assert 1 <= scheduler.counts().preempted_total <= 4
-    for request in requests:
-        starts = [
-            index
-            for index, plan in enumerate(worker.steps)
-            for chunk in plan.chunks
-            if chunk.request_id == request.request_id and chunk.start == 0
-        ]
-        assert all(right - left > 4 for left, right in itertools.pairwise(starts))
+    assert b.num_preemptions == scheduler.counts().preempted_total == 1
+    assert b.output_token_ids == generate(b.prompt_token_ids, 20)
+
+
+def test_everybody_returns_to_the_queue_in_order_of_arrival():
+    scheduler = make_scheduler(num_slabs=12)
+    for request in (make_request("x", 4), make_request("y", 4), read_request("z", 4)):
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    scheduler.next_reads()
+    scheduler.add(make_request("late", 4))
+    scheduler.cancel(plan)
+    scheduler.on_read_failed("z", "lost")
+    plan = scheduler.schedule()
+    assert [chunk.request_id for chunk in plan.chunks] == ["x", "y", "z", "late"]
 
 
 # --- abort ---
