@@ -144,6 +144,42 @@ def demo(
     run_demo(prompt=prompt, keep=keep, port=port)
 
 
+@bench_app.command("offline")
+@_with_settings
+def bench_offline(
+    model: Annotated[
+        str | None, typer.Argument(help="local HF folder; default: 221.6M Mamba-2 hybrid, random")
+    ] = None,
+    prefill_tokens: Annotated[list[int] | None, typer.Option(help="prompt lengths")] = None,
+    batches: Annotated[list[int] | None, typer.Option(help="decode batches")] = None,
+    steps: Annotated[int, typer.Option(help="decode steps timed at each batch")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    log_level: LogLevel = "WARNING",
+    **settings: Any,
+) -> None:
+    """Prefill and decode rates of one engine, without HTTP, beside the machine's limits."""
+    from importlib.resources import files
+
+    from rich.console import Console
+
+    from tandem.bench.offline import render, run_offline
+
+    tandem_log.configure(log_level)
+    if model is None:
+        model = str(files("tandem.bench") / "models" / "mamba2-220m")
+        settings["load_format"] = "random"
+    result = run_offline(
+        build_config(model, settings),
+        prefill_tokens=prefill_tokens or [512],
+        batches=batches or [1, 8, 32],
+        num_steps=steps,
+    )
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        render(result, Console())
+
+
 def main() -> None:
     """Entry point: errors of ours become one line on stderr and exit status 2."""
     tandem_log.configure()

@@ -28,6 +28,13 @@ class ModelOptions:
         None, "recurrent state at rest; default: checkpoint's, else float32"
     )
     served_name: str | None = setting(None, "name in /v1/models; default: folder name")
+    load_format: str = setting("checkpoint", "checkpoint, or random: time a config without weights")
+
+    def __post_init__(self) -> None:
+        _require(
+            self.load_format in ("checkpoint", "random"),
+            f"load_format={self.load_format!r}; expected checkpoint or random",
+        )
 
 
 @dataclass(frozen=True)

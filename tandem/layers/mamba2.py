@@ -2,6 +2,8 @@
 convolution, the state-space recurrence, a gated norm in groups, one projection back.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from tandem.config.model import Mamba2Config
@@ -82,10 +84,12 @@ class Mamba2:
         self._D = tensors["D"]
         self._dt_bias = tensors["dt_bias"]
         self._norm_weight = tensors["norm.weight"]
+        self._state: Mapping[str, torch.Tensor] | None = None
+        self._windows: list[torch.Tensor] = []
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         state = batch.state[self._layer]
-        windows = [state[name].flatten(1, 2) for name in ("conv.x", "conv.B", "conv.C")]
+        windows = self._windows_of(state)
         z, xBC, dt = self._in_proj(hidden).split(
             [self._inner, self._conv_size, self._num_heads], dim=-1
         )
@@ -111,6 +115,14 @@ class Mamba2:
             self._total_group_size,
         )
         return self._out_proj(normed)
+
+    def _windows_of(self, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Views [num_slots, C_i, W - 1] of x, B and C; an engine's arena stays the same, so they
+        are made once."""
+        if self._state is not state:
+            names = ("conv.x", "conv.B", "conv.C")
+            self._state, self._windows = state, [state[name].flatten(1, 2) for name in names]
+        return self._windows
 
     def _update(
         self,

@@ -10,6 +10,7 @@ from tandem.layers.parallel import TensorParallel
 from tandem.models.bamba import BAMBA
 from tandem.models.decoder import Decoder, Family
 from tandem.models.nemotron_h import NEMOTRON_H
+from tandem.models.random_weights import random_weights
 from tandem.models.weights import Checkpoint, load_weights
 
 __all__ = ["FAMILIES", "Model", "load_model"]
@@ -26,11 +27,13 @@ def load_model(
     tp: TensorParallel,
     device: torch.device,
     *,
+    is_random: bool = False,
     show_progress: bool = True,
 ) -> Model:
     """Build this rank's share of the model in an HF folder and read its weights.
 
     Only this rank's part of each tensor is read. `show_progress` draws a bar on a terminal.
+    `is_random`: the folder needs no weights; random ones are made, for timing.
 
     Raises: ShardingError when the tp does not divide the model; ModelError when a shard is missing
     or damaged, or when tensors are missing, unexpected or of another shape (all of them listed).
@@ -40,6 +43,8 @@ def load_model(
         raise ModelError(f"family={config.family!r} has no model; supported: {', '.join(FAMILIES)}")
     # Before any file is opened: a size that does not divide needs no checkpoint to be refused.
     weights = Decoder.weights(config, family, tp, family.prefixes[0])
+    if is_random:
+        return Decoder(config, family, random_weights(weights, device), tp)
     checkpoint = Checkpoint(path)
     prefix = checkpoint.prefix(family.prefixes)
     if prefix != family.prefixes[0]:

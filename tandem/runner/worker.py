@@ -78,7 +78,8 @@ class Worker:
             )
             parallel = ProcessGroup()
         self._parallel = parallel
-        loaded = load_model(config.model, model, parallel, self._device)
+        is_random = config.model_options.load_format == "random"
+        loaded = load_model(config.model, model, parallel, self._device, is_random=is_random)
         self._arena: Arena = build_arena(spec, geometry, self._device)
         log.info(
             "arena of %s: %d slabs, %d pages or %d slots",

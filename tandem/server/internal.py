@@ -1,0 +1,117 @@
+"""What a router asks of a prefill or decode engine: tokens, tickets, state, tokenizer files.
+
+These routes speak token ids and trust their caller; an engine's port is not for the public.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
+
+from tandem.engine.tokenizer import Tokenizer
+from tandem.errors import EngineDeadError, RequestError
+from tandem.log import get_logger
+from tandem.scheduler.request import EngineRequest, TokenDelta
+from tandem.server.api_error import as_api_error
+from tandem.server.backend import Backend
+from tandem.server.stream import StreamReply, until_disconnect
+from tandem.server.wire import (
+    FRAME_MEDIA_TYPE,
+    EngineStatus,
+    decode_request,
+    encode_frame,
+)
+
+log = get_logger(__name__)
+
+_MSGPACK = "application/msgpack"
+
+
+def internal_routes(backend: Backend, tokenizer: Tokenizer) -> APIRouter:
+    """Routes under /internal; they exist on engines with a role alone."""
+
+    def require_role() -> None:
+        if backend.info.role not in ("prefill", "decode"):
+            raise HTTPException(404, "internal routes need an engine with --role prefill or decode")
+
+    router = APIRouter(prefix="/internal", dependencies=[Depends(require_role)])
+
+    @router.post("/generate", response_model=None)
+    async def generate(request: Request) -> Response:
+        """Refusals before the first token have a status; later ones are a last frame."""
+        engine_request = decode_request(await request.body())
+        _check(engine_request, backend)
+        deltas = backend.generate(engine_request)
+        first = await until_disconnect(request.receive, _first(deltas))
+        return StreamReply(
+            encode_frame(first), _frames(engine_request, first, deltas), media_type=FRAME_MEDIA_TYPE
+        )
+
+    @router.post("/release", response_model=None)
+    async def release(request: Request) -> Response:
+        """Body: a ticket id, plain text. Unknown ids are fine: leases end by themselves."""
+        await backend.release_ticket((await request.body()).decode())
+        return Response(status_code=204)
+
+    @router.get("/info", response_model=None)
+    async def info() -> Response:
+        health = await backend.health()
+        status = EngineStatus(backend.info, health.is_ready, health.reason, await backend.stats())
+        return Response(msgspec.msgpack.encode(status), media_type=_MSGPACK)
+
+    @router.get("/tokenizer", response_model=None)
+    async def tokenizer_files() -> Response:
+        return Response(msgspec.msgpack.encode(tokenizer.files()), media_type=_MSGPACK)
+
+    return router
+
+
+def _check(request: EngineRequest, backend: Backend) -> None:
+    info = backend.info
+    request.sampling.validate(info.vocab_size)
+    if request.sampling.n != 1:
+        raise RequestError(f"n={request.sampling.n}; an engine request is one sequence", "n")
+    num_tokens = len(request.prompt_token_ids) + len(request.generated)
+    if not request.prompt_token_ids or num_tokens >= info.max_model_len:
+        raise RequestError(
+            f"the request has {num_tokens} tokens; expected 1..{info.max_model_len - 1}",
+            "prompt_token_ids",
+        )
+    for token_id in (*request.prompt_token_ids, *request.generated):
+        if not 0 <= token_id < info.vocab_size:
+            raise RequestError(
+                f"token id {token_id} is not in 0..{info.vocab_size - 1}", "prompt_token_ids"
+            )
+
+
+async def _first(deltas: AsyncGenerator[TokenDelta, None]) -> TokenDelta:
+    try:
+        return await anext(deltas)
+    except StopAsyncIteration:
+        raise EngineDeadError("the engine ended a request without a token") from None
+
+
+async def _frames(
+    request: EngineRequest, first: TokenDelta, deltas: AsyncGenerator[TokenDelta, None]
+) -> AsyncGenerator[bytes, None]:
+    """Frames after the first; a failure becomes a last frame."""
+    async with aclosing(deltas):
+        if first.finish_reason is not None:
+            return
+        try:
+            async for delta in deltas:
+                yield encode_frame(delta)
+                if delta.finish_reason is not None:
+                    return
+        except Exception as error:  # headers are out: a frame is the only way to tell
+            message = str(as_api_error(error))
+            log.warning("request %s failed: %s", request.request_id, message)
+            yield encode_frame(
+                TokenDelta(
+                    request_id=request.request_id,
+                    token_ids=[],
+                    finish_reason="error",
+                    error=message,
+                )
+            )

@@ -1,0 +1,44 @@
+"""Binding a port and serving an application on it."""
+
+import errno
+import socket
+from typing import Any
+
+import uvicorn
+
+from tandem.errors import ConfigError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one (`getsockname()[1]` tells).
+
+    Raises: ConfigError when the port is in use or the host is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use; choose another with --port, or 0 for a free one"
+            ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def server(app: Any) -> uvicorn.Server:
+    """A server for `app`: `await serve(sockets=[...])` runs it, `should_exit = True` ends it."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        # Open streams end with their requests; a client that never reads must not block the end.
+        timeout_graceful_shutdown=5,
+    )
+    return uvicorn.Server(config)
