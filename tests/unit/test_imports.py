@@ -15,7 +15,8 @@ ROOT = Path(tandem.__file__).parent
 # Imports go down only. Each package may import those named here, and whatever these may import.
 BELOW = {
     "cli": ("bench",),
-    "bench": ("router", "server"),
+    "bench": ("launch",),
+    "launch": ("router", "server"),
     "router": ("server",),
     "server": ("engine",),
     "engine": ("runner", "scheduler"),
