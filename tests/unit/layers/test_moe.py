@@ -1,0 +1,74 @@
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tandem.config.model import MoeConfig
+from tandem.layers.moe import Moe
+from tests.stepper import ThreadGroup
+from tests.unit.layers.building import HIDDEN, build, context, stored_tensors
+
+X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+CONFIG = MoeConfig(
+    num_experts=6,
+    top_k=2,
+    intermediate_size=8,
+    shared_intermediate_size=12,
+    latent_size=None,
+    activation="relu2",
+    num_groups=3,
+    topk_groups=2,
+    normalize_weights=True,
+    scaling_factor=2.0,
+    has_bias=False,
+)
+
+
+def expected(config: MoeConfig, stored: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """One token, by the definition."""
+
+    def project(name: str, value: torch.Tensor) -> torch.Tensor:
+        return F.linear(value, stored[f"{name}.weight"], stored.get(f"{name}.bias"))
+
+    def mlp(name: str, value: torch.Tensor) -> torch.Tensor:
+        return project(f"{name}.down_proj", project(f"{name}.up_proj", value).relu() ** 2)
+
+    scores = project("gate", x).sigmoid()
+    corrected = scores + stored["gate.e_score_correction_bias"]
+    best_groups = corrected.view(3, 2).sum(1).topk(config.topk_groups).indices.tolist()
+    allowed = [expert for expert in range(6) if expert // 2 in best_groups]
+    chosen = sorted(allowed, key=lambda e: -float(corrected[e]))[: config.top_k]
+    total = sum(scores[expert] for expert in chosen)
+    inner = project("fc1_latent_proj", x) if config.latent_size else x
+    out = torch.stack(
+        [scores[e] / total * config.scaling_factor * mlp(f"experts.{e}", inner) for e in chosen]
+    ).sum(0)
+    out = project("fc2_latent_proj", out) if config.latent_size else out
+    return out + mlp("shared_experts", x) if config.shared_intermediate_size else out
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"shared_intermediate_size": 0},
+        {"latent_size": 10, "has_bias": True},
+        {"latent_size": 10, "shared_intermediate_size": 0},
+    ],
+)
+def test_ranks_hold_the_same_experts(change: dict, tp: int) -> None:
+    config = replace(CONFIG, **change)
+    stored = stored_tensors(Moe, config)
+    reference = torch.stack([expected(config, stored, x) for x in X])
+    for out in ThreadGroup(tp).run(lambda rank: build(Moe, config, stored, context(rank))(X, None)):
+        torch.testing.assert_close(out, reference)
+
+
+def test_router_is_fp32_in_a_16_bit_model() -> None:
+    weights = Moe.weights(CONFIG, context(dtype=torch.bfloat16))
+    assert {name for name, weight in weights.items() if weight.dtype is torch.float32} == {
+        "gate.weight",
+        "gate.bias",
+    }

@@ -1,0 +1,47 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.config.model import load_model_config
+from tandem.layers.parallel import SingleRank
+from tandem.models.decoder import Decoder
+from tandem.models.registry import FAMILIES
+from tandem.models.weights import Checkpoint
+from tests.stepper import ThreadGroup
+from tests.tiny_models import TINY, save_tiny
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_declared_weights_are_those_of_a_published_layout(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(save_tiny(name, tmp_path))
+    config = load_model_config(tmp_path)
+    family = FAMILIES[config.family]
+    weights = Decoder.weights(config, family, SingleRank(), checkpoint.prefix(family.prefixes))
+    declared = {piece.name: piece.shape for item in weights.values() for piece in item.pieces}
+    assert declared == {name: checkpoint.shape(name) for name in checkpoint.names()}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_ranks_together_take_every_byte(name: str, tmp_path: Path) -> None:
+    """Whole on one rank = the union over ranks, element by element."""
+    config = load_model_config(save_tiny(name, tmp_path))
+    family = FAMILIES[config.family]
+    seen: dict[str, torch.Tensor] = {}
+    for rank in ThreadGroup(4).ranks():
+        for weight in Decoder.weights(config, family, rank, family.prefixes[0]).values():
+            for piece in weight.pieces:
+                table = seen.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.int32))
+                for start, stop in piece.taken:
+                    table.narrow(piece.axis, start, stop - start).add_(1)
+    assert all(bool((table > 0).all()) for table in seen.values())
+
+
+def test_every_rank_holds_as_much(tmp_path: Path) -> None:
+    config = load_model_config(save_tiny("nemotron_h_latent", tmp_path, vocab_size=509))
+    family = FAMILIES[config.family]
+    shapes = [
+        {k: w.shape for k, w in Decoder.weights(config, family, rank, "backbone.").items()}
+        for rank in ThreadGroup(4).ranks()
+    ]
+    assert all(item == shapes[0] for item in shapes)
