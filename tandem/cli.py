@@ -66,11 +66,10 @@ def serve(
     **settings: Any,
 ) -> None:
     """Serve a model: one engine, a prefill or decode engine (--role), or both with a router."""
-    from tandem.launch.engine_server import serve_engine
-    from tandem.launch.pair import serve_pair
-
     config = build_config(model, settings)
     if prefill or decode:
+        from tandem.launch.pair import serve_pair
+
         serve_pair(
             config,
             host=host,
@@ -83,6 +82,8 @@ def serve(
             log_level=log_level,
         )
     else:
+        from tandem.launch.engine_server import serve_engine
+
         serve_engine(config, host=host, port=port, log_level=log_level)
 
 

@@ -24,7 +24,7 @@ from tandem.errors import EngineDeadError, RequestError, TandemError
 from tandem.log import get_logger
 from tandem.runner.worker import model_config
 from tandem.scheduler.policy import build_request, check_request
-from tandem.scheduler.request import EngineRequest, Request, TokenDelta
+from tandem.scheduler.request import EngineRequest, Request, RequestState, TokenDelta
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.step import StepPlan
 from tandem.state.ticket import Ticket
@@ -36,6 +36,8 @@ log = get_logger(__name__)
 
 # A rank that fails this many steps in a row will not get better.
 _MAX_FAILED_STEPS = 3
+# Requests that wait for longer than this without any step are stuck.
+_MAX_IDLE_S = 60.0
 # Memory in quarantine for longer than this makes the engine not-ready: it should be restarted.
 _MAX_QUARANTINE_S = 60.0
 
@@ -55,6 +57,7 @@ class EngineCore:
         self._generation = uuid.uuid4().hex
         self._eos_token_ids = frozenset(self._model.eos_token_ids)
         self._cache = CacheManager(sizing.geometry)
+        self._slot = sizing.spec.slot
         self._scheduler = Scheduler(
             self._cache,
             replace(config.scheduler, max_num_seqs=sizing.max_num_seqs),
@@ -88,6 +91,9 @@ class EngineCore:
         self._num_steps = 0
         self._compute_s = 0.0
         self._quarantine_since: float | None = None
+        self._last_step = time.monotonic()
+        # Held prefills may rightly keep others waiting for as long as a lease.
+        self._max_idle_s = max(_MAX_IDLE_S, 2 * config.transfer.lease_s)
         log.info("ready: model %s, up to %d tokens", self._model.name, sizing.max_model_len)
 
     def _start_transfer(self) -> None:
@@ -120,7 +126,11 @@ class EngineCore:
         else:
             self._client = TicketClient(identity, deadline_s=options.deadline_s)
             self._reads = ReadDesk(
-                self._client, self._executor, self._config.parallel.tp, options.deadline_s
+                self._client,
+                self._executor,
+                self._config.parallel.tp,
+                options.deadline_s,
+                slot_nbytes=sum(placed.nbytes for placed in self._slot),
             )
 
     # --- requests ---
@@ -164,11 +174,16 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises: RequestError, CapacityError; its ticket is given back then."""
         try:
-            self._scheduler.add(self._build(request))
-            self._can_run = True
-        except TandemError:
-            self._give_back(request.ticket)
+            built = self._build(request)
+            self._scheduler.add(built)
+        except TandemError as error:
+            # Refused for its id, it may share the ticket with the request that has the id.
+            if getattr(error, "param", None) != "request_id":
+                self._give_back(request.ticket)
             raise
+        self._can_run = True
+        if built.state is RequestState.FINISHED:
+            self._give_back(request.ticket)  # the ticket's first token ended it
 
     def _give_back(self, ticket: Ticket | None) -> None:
         if self._client is not None and ticket is not None:
@@ -185,8 +200,9 @@ class EngineCore:
         if self._reads is not None and self._reads.is_reading(request.request_id):
             if self._reads.abandon(request.request_id):
                 self._cache.drained(request.request_id)
-        else:
+        elif request.ticket is not None:
             # Reserved by the scheduler, but its read was never started: nothing can arrive.
+            # (Without a ticket, what is in quarantine belongs to an earlier read that drains.)
             if self._cache.is_quarantined(request.request_id):
                 self._cache.drained(request.request_id)
             self._give_back(request.ticket)
@@ -218,6 +234,8 @@ class EngineCore:
             self._advance_reads(self._reads)
         plan = self._scheduler.schedule()
         self._can_run = plan is not None
+        if plan is not None or not self._scheduler.has_work():
+            self._last_step = time.monotonic()
         deltas = self._run(plan) if plan is not None else self._scheduler.take_deltas()
         if self._holds is not None:
             deltas = [self._with_ticket(self._holds, delta) for delta in deltas]
@@ -271,6 +289,9 @@ class EngineCore:
 
     def not_ready(self) -> str | None:
         """Why this engine should get no requests now."""
+        idle_s = time.monotonic() - self._last_step
+        if self._scheduler.has_work() and idle_s > self._max_idle_s:
+            return f"requests wait, but no step has run for {idle_s:.0f} s"
         quarantined = len(self._cache.quarantined_ids())
         if not quarantined:
             self._quarantine_since = None

@@ -42,18 +42,26 @@ class _Read:
     error: str | None = None
     nbytes: int = 0
     num_descriptors: int = 0
+    read_s: float = 0.0
 
 
 @dataclass
 class ReadTotals:
-    """Counters since start, for metrics."""
+    """Counters since start, over all ranks, for metrics.
+
+    `seconds`: from admission to ready, handshake and lease included; `read_seconds`: the slowest
+    rank's transfer alone. `page_nbytes + slot_nbytes == nbytes`.
+    """
 
     num_done: int = 0
     num_failed: int = 0
     nbytes: int = 0
+    page_nbytes: int = 0
+    slot_nbytes: int = 0
     num_descriptors: int = 0
     num_pages: int = 0
     seconds: float = 0.0
+    read_seconds: float = 0.0
 
 
 class ReadDesk:
@@ -63,6 +71,7 @@ class ReadDesk:
         client: side channel to prefill engines.
         executor: posts reads on ranks.
         num_ranks: every one of them reads its own share.
+        slot_nbytes: what a slot holds on each rank, for the totals.
         deadline_s: a read that takes longer is given up.
     """
 
@@ -72,12 +81,14 @@ class ReadDesk:
         executor: Executor,
         num_ranks: int,
         deadline_s: float,
+        slot_nbytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._executor = executor
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s
+        self._slot_nbytes = slot_nbytes
         self._clock = clock
         self._reads: dict[str, _Read] = {}
         self._draining: dict[str, _Read] = {}
@@ -158,6 +169,7 @@ class ReadDesk:
             self._client.drop_peer(read.peer)
         read.nbytes += event.nbytes
         read.num_descriptors += event.num_descriptors
+        read.read_s = max(read.read_s, event.seconds)
         if event.status != "done":
             read.error = read.error or event.error or "the read failed"
         if len(read.ended_ranks) < self._num_ranks:
@@ -181,6 +193,10 @@ class ReadDesk:
         seconds = self._clock() - read.started
         self.totals.num_done += 1
         self.totals.nbytes += read.nbytes
+        slot_nbytes = self._slot_nbytes * self._num_ranks
+        self.totals.slot_nbytes += slot_nbytes
+        self.totals.page_nbytes += read.nbytes - slot_nbytes
+        self.totals.read_seconds += read.read_s
         self.totals.num_descriptors += read.num_descriptors
         self.totals.num_pages += len(read.ticket.pages)
         self.totals.seconds += seconds
