@@ -5,6 +5,7 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.progress import Progress
@@ -81,7 +82,7 @@ class LLM:
         results = queue.SimpleQueue()
         running = [sequence for job in jobs for sequence in job.sequences]
         for sequence in running:
-            self._submit(sequence, lambda item, s=sequence: results.put((s, item)))
+            self._submit(sequence, partial(_put_with, results, sequence))
         try:
             with Progress(disable=not show_progress) as progress:
                 task = progress.add_task("sequences", total=len(running))
@@ -261,6 +262,14 @@ def _params_for(
     if len(params) != len(prompts):
         raise RequestError(f"{len(params)} params for {len(prompts)} prompts; give one or as many")
     return list(params)
+
+
+def _put_with(
+    results: "queue.SimpleQueue[tuple[_Sequence, TokenDelta | TandemError]]",
+    sequence: _Sequence,
+    item: TokenDelta | TandemError,
+) -> None:
+    results.put((sequence, item))
 
 
 def _put_from_thread(

@@ -39,6 +39,11 @@ def size_engine(config: EngineConfig, model: ModelConfig) -> Sizing:
     asked_len = config.scheduler.max_model_len
     # Asked for: what the user set. Otherwise the model's own limit, memory permitting.
     limit = model.max_position if asked_len is None else asked_len
+    if limit > model.max_position:
+        raise ConfigError(
+            f"max_model_len={limit} exceeds the model's own limit of {model.max_position} tokens "
+            f"(max_position_embeddings); use {model.max_position} or less"
+        )
     geometry = geometry_for_memory(
         page_tokens=spec.page_tokens,
         page_nbytes=spec.page_nbytes,
