@@ -1,0 +1,77 @@
+"""A prefill engine's ranks and a decode rank in one process, over the local agent."""
+
+import random
+import time
+
+from tandem.transfer.agent_local import LocalAgent, LocalFabric
+from tandem.transfer.identity import EngineIdentity, build_model_identity, current_process
+from tandem.transfer.layout import PeerInfo
+from tandem.transfer.protocol import ReadCommand
+from tandem.transfer.reader import RankReader
+from tandem.transfer.source import RankSource
+from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
+
+ADDRESS = "tcp://127.0.0.1:1"
+
+
+def identity(config=None, engine_id="P", generation="g1", tp=1) -> EngineIdentity:
+    model = build_model_identity(config or hybrid())
+    return EngineIdentity(engine_id, generation, tp, current_process(), model)
+
+
+def wait_for(condition, timeout_s=5.0):
+    """The first true value of `condition()`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.001)
+    raise AssertionError(f"nothing within {timeout_s} s")
+
+
+class LocalPair:
+    """A source engine of `src_tp` ranks and one destination rank."""
+
+    def __init__(self, src_tp=1, dst_tp=1, dst_rank=0, page_tokens=16, num_slabs=8):
+        self.fabric = LocalFabric()
+        self.config = hybrid()
+        self.rng = random.Random(src_tp * 100 + dst_tp)
+        self.num_slabs = num_slabs
+        self.page_tokens = page_tokens
+        self.sources = [
+            build_rank(self.config, src_tp, rank, page_tokens, num_slabs) for rank in range(src_tp)
+        ]
+        self.target = build_rank(self.config, dst_tp, dst_rank, page_tokens, num_slabs)
+        self.peer = self.start_engine("g1")
+        self.reader = RankReader(LocalAgent(self.fabric, "D"), self.target.layout)
+
+    def start_engine(self, generation: str) -> PeerInfo:
+        """Agents for the source ranks, as a start or a restart makes them."""
+        ranks = [
+            RankSource(LocalAgent(self.fabric, f"P{rank}"), source.layout).info
+            for rank, source in enumerate(self.sources)
+        ]
+        return PeerInfo("P", generation, ADDRESS, current_process(), tuple(ranks))
+
+    def prepare(self, request_id: str, num_tokens: int, seed: int):
+        """Write a prompt's state at the sources; returns the command and where it goes."""
+        src = pick_placement(self.sources[0].geometry, num_tokens, self.rng)
+        dst = pick_placement(self.target.geometry, num_tokens, self.rng)
+        for source in self.sources:
+            source.write(seed, num_tokens, src)
+        command = ReadCommand(
+            request_id=request_id,
+            peer=self.peer.key,
+            num_tokens=num_tokens,
+            src_pages=tuple(src.pages),
+            src_slot=src.slot,
+            dst_pages=tuple(dst.pages),
+            dst_slot=dst.slot,
+        )
+        return command, dst
+
+    def event(self, timeout_s=5.0):
+        """The next event; there must be exactly one."""
+        (event,) = wait_for(self.reader.poll, timeout_s)
+        return event

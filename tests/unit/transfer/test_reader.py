@@ -1,0 +1,291 @@
+import threading
+import time
+
+import pytest
+
+from tandem.errors import HandshakeError
+from tandem.transfer.agent_local import LocalAgent
+from tandem.transfer.layout import PeerInfo, RankInfo, RankLayout
+from tandem.transfer.plan import Placement
+from tandem.transfer.protocol import ReadCommand
+from tandem.transfer.reader import RankReader
+from tests.unit.transfer.memory import build_rank, hybrid
+from tests.unit.transfer.peers import LocalPair, wait_for
+
+
+@pytest.fixture
+def make_pair():
+    pairs = []
+
+    def make(*args, **kwargs):
+        pairs.append(LocalPair(*args, **kwargs))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.fabric.held.clear()
+        pair.reader.close()
+
+
+def agent_names(pair):
+    return [info.agent_name for info in pair.peer.ranks]
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_a_read_brings_the_whole_state_and_is_counted(make_pair, src_tp, dst_tp):
+    pair = make_pair(src_tp, dst_tp, dst_tp - 1)
+    pair.reader.add_peer(pair.peer)
+    command, dst = pair.prepare("r", 33, seed=3)
+    before = pair.target.buffer.copy()
+    pair.reader.post(command)
+    event = pair.event()
+    assert (event.request_id, event.status, event.error) == ("r", "done", None)
+    pair.target.check(before, 3, 33, dst)
+    spec = pair.target.spec
+    carried = sum(item.nbytes for item in spec.slot)
+    assert 3 * spec.page_nbytes + carried <= event.nbytes
+    assert event.nbytes <= 3 * spec.page_nbytes + spec.slot_nbytes
+    assert event.num_descriptors == pair.fabric.num_copies or src_tp == dst_tp
+    assert pair.reader.num_in_flight == 0
+
+
+def test_meeting_a_peer_again_changes_nothing(make_pair):
+    pair = make_pair()
+    for seed in range(3):
+        pair.reader.add_peer(pair.peer)
+        command, dst = pair.prepare(f"r{seed}", 20, seed)
+        before = pair.target.buffer.copy()
+        pair.reader.post(command)
+        assert pair.event().status == "done"
+        pair.target.check(before, seed, 20, dst)
+
+
+def test_done_waits_for_every_source_rank(make_pair):
+    pair = make_pair(src_tp=2)
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.held.add(agent_names(pair)[1])
+    command, dst = pair.prepare("r", 33, seed=3)
+    before = pair.target.buffer.copy()
+    pair.reader.post(command)
+    time.sleep(0.05)
+    assert pair.reader.poll() == []
+    pair.fabric.held.clear()
+    assert pair.event().status == "done"
+    pair.target.check(before, 3, 33, dst)
+
+
+def test_a_failure_is_told_only_when_its_siblings_have_stopped(make_pair):
+    """What still runs would write into pages that another request may own by then."""
+    pair = make_pair(src_tp=2)
+    pair.reader.add_peer(pair.peer)
+    first, second = agent_names(pair)
+    pair.fabric.failing[first] = "link down"
+    pair.fabric.held.add(second)
+    command, _ = pair.prepare("r", 33, seed=3)
+    pair.reader.post(command)
+    time.sleep(0.05)
+    assert pair.reader.poll() == []
+    pair.fabric.held.clear()
+    event = pair.event()
+    assert (event.status, event.error, event.is_peer_lost) == ("failed", "link down", False)
+
+
+def test_a_request_that_gives_up_drains_when_its_bytes_have_landed(make_pair):
+    pair = make_pair(src_tp=2)
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.held.update(agent_names(pair))
+    command, dst = pair.prepare("r", 33, seed=3)
+    before = pair.target.buffer.copy()
+    pair.reader.post(command)
+    pair.reader.give_up("r")
+    wait_for(lambda: pair.reader.num_quarantined == 1)
+    pair.reader.give_up("r")
+    # Other requests go on meanwhile, into other memory.
+    time.sleep(0.05)
+    assert pair.reader.poll() == []
+    assert (pair.target.buffer == before).all()
+    pair.fabric.held.clear()
+    event = pair.event()
+    assert (event.request_id, event.status) == ("r", "drained")
+    assert pair.reader.num_quarantined == 0
+    pair.target.check(before, 3, 33, dst)
+
+
+def test_giving_up_what_is_not_in_flight_drains_at_once(make_pair):
+    pair = make_pair()
+    pair.reader.give_up("never")
+    assert pair.event().status == "drained"
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r", 5, seed=3)
+    pair.reader.post(command)
+    assert pair.event().status == "done"
+    pair.reader.give_up("r")
+    assert pair.event().status == "drained"
+
+
+def test_one_silent_peer_does_not_hold_up_another(make_pair):
+    pair = make_pair()
+    silent = pair.peer
+    pair.reader.add_peer(silent)
+    pair.fabric.held.update(agent_names(pair))
+    stuck, _ = pair.prepare("stuck", 5, seed=1)
+    pair.reader.post(stuck)
+    pair.peer = pair.start_engine("g2")
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r", 5, seed=3)
+    pair.reader.post(command)
+    event = pair.event()
+    assert (event.request_id, event.status) == ("r", "done")
+    pair.reader.give_up("stuck")
+    pair.fabric.held.clear()
+    assert pair.event().status == "drained"
+
+
+def test_the_loss_of_a_peer_fails_its_reads_and_a_new_incarnation_works(make_pair):
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.held.update(agent_names(pair))
+    command, _ = pair.prepare("r", 5, seed=3)
+    pair.reader.post(command)
+    pair.fabric.dead.update(agent_names(pair))
+    pair.fabric.held.clear()
+    event = pair.event()
+    assert (event.status, event.is_peer_lost) == ("failed", True)
+    again, _ = pair.prepare("again", 5, seed=3)
+    pair.reader.post(again)
+    event = pair.event()
+    assert (event.status, event.is_peer_lost) == ("failed", True)
+    assert "not connected" in event.error
+    pair.peer = pair.start_engine("g2")
+    pair.reader.add_peer(pair.peer)
+    command, dst = pair.prepare("new", 17, seed=4)
+    before = pair.target.buffer.copy()
+    pair.reader.post(command)
+    assert pair.event().status == "done"
+    pair.target.check(before, 4, 17, dst)
+
+
+def test_a_lost_peer_can_be_met_again_as_the_same_incarnation(make_pair):
+    """The network failed, not the peer."""
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.dead.update(agent_names(pair))
+    command, _ = pair.prepare("r", 5, seed=3)
+    pair.reader.post(command)
+    assert pair.event().is_peer_lost
+    pair.fabric.dead.clear()
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r", 5, seed=3)
+    pair.reader.post(command)
+    assert pair.event().status == "done"
+
+
+def test_a_dropped_peer_keeps_its_descriptors_until_its_reads_have_stopped(make_pair):
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.held.update(agent_names(pair))
+    command, dst = pair.prepare("r", 5, seed=3)
+    before = pair.target.buffer.copy()
+    pair.reader.post(command)
+    pair.reader.drop_peer(*pair.peer.key)
+    pair.fabric.held.clear()
+    assert pair.event().status == "done"
+    pair.target.check(before, 3, 5, dst)
+
+
+def test_wrong_ids_in_a_ticket_fail_that_request_alone(make_pair):
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r", 33, seed=3)
+    before = pair.target.buffer.copy()
+    wrong = ReadCommand(
+        "wrong", command.peer, 33, (10**6,) * 3, 0, command.dst_pages, command.dst_slot
+    )
+    pair.reader.post(wrong)
+    event = pair.event()
+    assert event.status == "failed"
+    assert "page=1000000 does not exist" in event.error
+    assert (pair.target.buffer == before).all()
+    pair.reader.post(command)
+    assert pair.event().status == "done"
+
+
+def test_a_peer_that_cannot_be_read_fails_with_the_reason(make_pair):
+    pair = make_pair()
+    other = build_rank(hybrid(state_dtype="bfloat16"), 1, 0, 16, 4)
+    layout = other.layout
+    info = RankInfo(0, "x", pair.peer.ranks[0].metadata, layout, pair.peer.process)
+    pair.peer = PeerInfo("P", "g1", pair.peer.address, pair.peer.process, (info,))
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r", 5, seed=3)
+    pair.reader.post(command)
+    event = pair.event()
+    assert event.status == "failed"
+    assert "component ssm" in event.error
+
+
+def test_many_requests_at_once_each_get_their_own_state(make_pair):
+    pair = make_pair(num_slabs=40)
+    pair.reader.add_peer(pair.peer)
+    agents = agent_names(pair)
+    pair.fabric.held.update(agents)
+    geometry = pair.target.geometry
+    expected = {}
+    for index in range(8):
+        slot = (39 - index) * geometry.slots_per_slab
+        first = index * geometry.pages_per_slab
+        pages = tuple(range(first, first + geometry.pages_per_slab))
+        num_tokens = geometry.pages_per_slab * 16 - index
+        command = ReadCommand(f"r{index}", pair.peer.key, num_tokens, pages, slot, pages, slot)
+        where = Placement(pages, slot)
+        pair.sources[0].write(index, num_tokens, where)
+        expected[f"r{index}"] = (index, num_tokens, where)
+        pair.reader.post(command)
+    pair.fabric.held.clear()
+    done = []
+    wait_for(lambda: done.extend(pair.reader.poll()) or len(done) == 8)
+    assert {event.status for event in done} == {"done"}
+    for seed, num_tokens, where in expected.values():
+        for place, content in pair.target.places(seed, num_tokens, where):
+            assert (pair.target.buffer[place] == content).all()
+
+
+def test_close_waits_for_reads_and_ends_the_thread(make_pair):
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.held.update(agent_names(pair))
+    command, dst = pair.prepare("r", 5, seed=3)
+    before = pair.target.buffer.copy()
+    pair.reader.post(command)
+    threading.Timer(0.05, pair.fabric.held.clear).start()
+    pair.reader.close()
+    pair.target.check(before, 3, 5, dst)
+    assert not any(thread.name == "rank-reader" for thread in threading.enumerate())
+    pair.reader.close()
+
+
+def test_close_does_not_wait_for_ever(make_pair):
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.held.update(agent_names(pair))
+    command, _ = pair.prepare("r", 5, seed=3)
+    pair.reader.post(command)
+    start = time.monotonic()
+    pair.reader.close(timeout_s=0.1)
+    assert time.monotonic() - start < 2
+
+
+def test_notify_is_called_for_each_event(make_pair):
+    pair = make_pair()
+    called = threading.Event()
+    reader = RankReader(LocalAgent(pair.fabric), pair.target.layout, notify=called.set)
+    reader.give_up("x")
+    assert called.wait(5)
+    reader.close()
+
+
+def test_a_layout_of_ours_that_contradicts_itself_is_refused(make_pair):
+    pair = make_pair()
+    broken = RankLayout(0, pair.target.spec, pair.target.geometry)
+    with pytest.raises(HandshakeError, match="base_address=0"):
+        RankReader(LocalAgent(pair.fabric), broken)

@@ -1,0 +1,353 @@
+"""TicketServer and TicketClient against each other, and against peers that misbehave."""
+
+import time
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tandem.cache.lease import LeaseTable
+from tandem.errors import ConfigError, HandshakeError
+from tandem.state.ticket import Ticket
+from tandem.transfer.agent_local import LocalAgent, LocalFabric
+from tandem.transfer.protocol import PROTOCOL_VERSION, LeaseRequest, encode, version_tag
+from tandem.transfer.source import RankSource
+from tandem.transfer.ticket_client import TicketClient
+from tandem.transfer.ticket_server import TicketServer
+from tests.unit.transfer.memory import build_rank, hybrid
+from tests.unit.transfer.peers import identity, wait_for
+
+
+class Prefill:
+    """A prefill engine's side channel and lease table."""
+
+    def __init__(self, generation="g1", port=0, lease_s=5.0, config=None, tp=1):
+        fabric = LocalFabric()
+        self.memory = [build_rank(config or hybrid(), tp, rank, 16, 4) for rank in range(tp)]
+        ranks = [RankSource(LocalAgent(fabric), rank.layout).info for rank in self.memory]
+        self.leases = LeaseTable(lease_s=lease_s)
+        self.generation = generation
+        self.server = TicketServer(
+            "127.0.0.1", port, identity(config, "P", generation, tp), ranks, self.leases
+        )
+        self.port = int(self.server.address.rpartition(":")[2])
+
+    def grant(self, ticket_id="t1") -> Ticket:
+        self.leases.grant(ticket_id, ticket_id)
+        return ticket_for(self.server.address, self.generation, ticket_id, self.leases.lease_s)
+
+
+def ticket_for(address, generation="g1", ticket_id="t1", lease_s=5.0) -> Ticket:
+    return Ticket(
+        ticket_id=ticket_id,
+        engine_id="P",
+        generation=generation,
+        address=address,
+        num_tokens=3,
+        pages=(0,),
+        slot=0,
+        page_tokens=16,
+        first_token=1,
+        first_logprob=None,
+        lease_s=lease_s,
+    )
+
+
+@pytest.fixture
+def prefill():
+    engines = []
+
+    def make(**kwargs):
+        engines.append(Prefill(**kwargs))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.server.close()
+
+
+@pytest.fixture
+def client():
+    found = TicketClient(identity(engine_id="D"), deadline_s=3.0)
+    yield found
+    found.close(timeout_s=0.1)
+
+
+def event(client, timeout_s=5.0):
+    (found,) = wait_for(client.poll, timeout_s)
+    return found
+
+
+def test_open_meets_the_engine_once_and_renews_the_lease(prefill, client):
+    engine = prefill(tp=2)
+    for index in range(3):
+        client.open(f"r{index}", engine.grant(f"t{index}"))
+        found = event(client)
+        assert (found.request_id, found.status, found.error) == (f"r{index}", "open", None)
+        assert found.peer.key == ("P", "g1")
+        assert [info.layout for info in found.peer.ranks] == [rank.layout for rank in engine.memory]
+    assert engine.server.stats()["hellos"] == 1
+    assert engine.server.stats()["renewals"] == 3
+
+
+def test_release_ends_the_lease_when_all_readers_are_done(prefill, client):
+    engine = prefill()
+    ticket = engine.grant()
+    client.release(ticket, 2, reader_rank=1)
+    client.release(ticket, 2, reader_rank=1)
+    wait_for(lambda: client.stats().get("releases") == 2)
+    assert engine.leases.collect() == []
+    client.release(ticket, 2, reader_rank=0)
+    assert wait_for(engine.leases.collect) == ["t1"]
+    # Late and repeated notes are answered and change nothing.
+    client.release(ticket, 2)
+    wait_for(lambda: client.stats().get("releases") == 4)
+    assert engine.leases.collect() == []
+
+
+def test_release_works_for_tickets_that_were_never_opened(prefill, client):
+    """A request that the decode engine refuses frees the prefill's memory at once."""
+    engine = prefill()
+    client.release(engine.grant(), 4)
+    assert wait_for(engine.leases.collect) == ["t1"]
+    assert engine.server.stats()["hellos"] == 0
+
+
+def test_an_open_lease_is_kept_until_it_is_released(prefill, client):
+    engine = prefill(lease_s=0.3)
+    ticket = engine.grant()
+    client.open("r", ticket)
+    assert event(client).status == "open"
+    time.sleep(1.0)
+    assert engine.leases.expire() == []
+    assert client.poll() == []
+    client.release(ticket, 1)
+    assert wait_for(engine.leases.collect) == ["t1"]
+
+
+def test_a_forgotten_request_lets_its_lease_end(prefill, client):
+    engine = prefill(lease_s=0.3)
+    client.open("r", engine.grant())
+    assert event(client).status == "open"
+    client.forget("r")
+    assert wait_for(engine.leases.expire) == ["t1"]
+    time.sleep(0.1)
+    assert client.poll() == []
+
+
+def test_a_lease_that_ended_refuses_the_ticket(prefill, client):
+    engine = prefill(lease_s=0.05)
+    ticket = engine.grant()
+    time.sleep(0.1)
+    engine.leases.expire()
+    client.open("r", ticket)
+    found = event(client)
+    assert (found.status, found.peer) == ("failed", None)
+    assert "lease of ticket t1 has ended" in found.error
+
+
+def test_a_lease_that_ends_while_it_is_read_is_reported_lost(prefill, client):
+    engine = prefill(lease_s=0.3)
+    client.open("r", engine.grant())
+    assert event(client).status == "open"
+    engine.leases.revoke("t1")
+    found = event(client)
+    assert (found.request_id, found.status) == ("r", "lost")
+
+
+def test_a_lease_that_cannot_be_renewed_in_time_is_reported_lost(prefill, client):
+    engine = prefill(lease_s=0.4)
+    client.open("r", engine.grant())
+    assert event(client).status == "open"
+    engine.server.close()
+    found = event(client)
+    assert (found.status, "did not renew the lease in time" in found.error) == ("lost", True)
+
+
+def test_another_model_is_refused_by_field_and_both_values(prefill, client):
+    engine = prefill(config=hybrid(state_dtype="bfloat16"))
+    client.open("r", engine.grant())
+    found = event(client)
+    assert found.status == "failed"
+    assert "layer 0 mamba2.ssm dtype is bfloat16 on the prefill engine" in found.error
+    assert "float32 on the decode engine" in found.error
+    assert engine.leases.collect() == []
+
+
+def test_a_restart_under_the_same_address_is_met_anew(prefill, client):
+    first = prefill()
+    old = first.grant("old")
+    client.open("r1", old)
+    assert event(client).status == "open"
+    first.server.close()
+    second = prefill(generation="g2", port=first.port)
+    client.open("r2", second.grant("new"))
+    events = []
+    wait_for(lambda: events.extend(client.poll()) or len(events) == 2)
+    by_request = {found.request_id: found for found in events}
+    assert by_request["r2"].status == "open"
+    assert by_request["r2"].peer.generation == "g2"
+    assert by_request["r1"].status == "lost"
+    assert "was restarted" in by_request["r1"].error
+
+
+def test_a_ticket_of_an_earlier_incarnation_is_refused(prefill, client):
+    engine = prefill(generation="g2")
+    engine.leases.grant("t1", "t1")
+    client.open("r", ticket_for(engine.server.address, generation="g1"))
+    found = event(client)
+    assert found.status == "failed"
+    assert "generation g1" in found.error
+    assert "generation g2" in found.error
+
+
+def test_a_known_engine_that_restarted_refuses_old_tickets(prefill, client):
+    first = prefill()
+    client.open("r1", first.grant("a"))
+    event(client)
+    client.forget("r1")
+    old = first.grant("b")
+    first.server.close()
+    prefill(generation="g2", port=first.port)
+    client.open("r2", old)
+    found = event(client)
+    assert found.status == "failed"
+    assert "restarted as generation g2" in found.error
+
+
+def test_a_silent_peer_costs_only_its_own_requests(prefill, client):
+    """One socket is bound and never answers, at another address nobody listens."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        silent.setsockopt(zmq.LINGER, 0)
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        start = time.monotonic()
+        client.open("silent", ticket_for(f"tcp://127.0.0.1:{port}"), deadline_s=0.4)
+        client.open("nobody", ticket_for("tcp://127.0.0.1:9"), deadline_s=0.4)
+        client.open("good", prefill().grant())
+        first = event(client)
+        assert (first.request_id, first.status) == ("good", "open")
+        assert time.monotonic() - start < 0.4
+        events = []
+        wait_for(lambda: events.extend(client.poll()) or len(events) == 2)
+        assert time.monotonic() - start < 2
+    assert {found.request_id for found in events} == {"silent", "nobody"}
+    for found in events:
+        assert found.status == "failed"
+        assert "did not answer the hello within its deadline" in found.error
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "tcp://", "ipc:///tmp/x", "tcp://h:99999999"])
+def test_an_address_that_is_none_fails_its_request(client, address):
+    client.open("r", ticket_for(address))
+    found = event(client)
+    assert found.status == "failed"
+    assert "expected tcp://HOST:PORT" in found.error
+    client.release(ticket_for(address), 1)
+    wait_for(lambda: client.stats()["lost_releases"] == 1)
+
+
+def test_release_notes_are_repeated_until_the_lease_must_have_ended(client):
+    client.release(ticket_for("tcp://127.0.0.1:9", lease_s=0.2), 1)
+    wait_for(lambda: client.stats().get("lost_releases") == 1)
+
+
+def test_a_peer_of_another_version_is_refused_by_both_versions(prefill, client):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.setsockopt(zmq.LINGER, 0)
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        client.open("r", ticket_for(f"tcp://127.0.0.1:{port}"))
+        peer, tag, _ = other.recv_multipart()
+        assert tag == version_tag(PROTOCOL_VERSION)
+        other.send_multipart([peer, version_tag(9), b"?"])
+        found = event(client)
+    assert "peer speaks protocol version 9, this engine version 1" in found.error
+
+
+def test_garbage_answers_are_dropped(client):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.setsockopt(zmq.LINGER, 0)
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        client.open("r", ticket_for(f"tcp://127.0.0.1:{port}"), deadline_s=0.5)
+        peer, *_ = other.recv_multipart()
+        for frames in (
+            [b""],
+            [version_tag(), b"\xff"],
+            [b"x"] * 9,
+            encode(LeaseRequest(1, "", "")),
+        ):
+            other.send_multipart([peer, *frames])
+        assert event(client).status == "failed"
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(frames=st.lists(st.binary(max_size=200), min_size=1, max_size=4), has_tag=st.booleans())
+def test_garbage_does_not_stop_the_server(shared_prefill, frames, has_tag):
+    _, garbage = shared_prefill
+    garbage.send_multipart([version_tag(), *frames] if has_tag else frames)
+
+
+@pytest.fixture(scope="module")
+def shared_prefill():
+    """A server that is sent garbage, and has to work all the same afterwards."""
+    engine = Prefill()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as garbage:
+        garbage.setsockopt(zmq.LINGER, 0)
+        garbage.connect(engine.server.address)
+        yield engine, garbage
+        client = TicketClient(identity(engine_id="D"), deadline_s=5.0)
+        client.open("r", engine.grant("after-garbage"))
+        assert event(client).status == "open"
+        client.close(timeout_s=0.1)
+        assert engine.server.stats()["malformed"] > 0
+    engine.server.close()
+
+
+def test_a_request_of_another_version_gets_a_refusal(prefill):
+    engine = prefill()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as other:
+        other.setsockopt(zmq.LINGER, 0)
+        other.connect(engine.server.address)
+        other.send_multipart([version_tag(9), b"hello in version 9"])
+        assert other.poll(3000)
+        tag, payload = other.recv_multipart()
+    assert tag == version_tag()
+    assert b"protocol version 9" in payload
+
+
+def test_messages_that_are_too_large_are_not_taken(prefill, client):
+    engine = prefill()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as other:
+        other.setsockopt(zmq.LINGER, 0)
+        other.connect(engine.server.address)
+        other.send_multipart([version_tag(), bytes(8 << 20)])
+        client.open("r", engine.grant())
+        assert event(client).status == "open"
+
+
+def test_a_port_in_use_and_a_wildcard_are_refused(prefill):
+    engine = prefill()
+    with pytest.raises(ConfigError, match="choose another side_channel_port"):
+        Prefill(port=engine.port)
+    with pytest.raises(ConfigError, match="names no host"):
+        TicketServer("0.0.0.0", 0, identity(), [], engine.leases)
+    with pytest.raises(HandshakeError, match="ranks=0"):
+        TicketServer("127.0.0.1", 0, identity(), [], engine.leases)
+
+
+def test_death_is_proven_only_for_engines_that_were_met(prefill, client):
+    engine = prefill()
+    assert not client.is_peer_dead("P", "g1")
+    client.open("r", engine.grant())
+    event(client)
+    assert not client.is_peer_dead("P", "g1")
+
+
+def test_the_client_closes_while_requests_wait(prefill):
+    client = TicketClient(identity(engine_id="D"), deadline_s=30)
+    client.open("r", ticket_for("tcp://127.0.0.1:9"))
+    client.release(ticket_for("tcp://127.0.0.1:9"), 1)
+    start = time.monotonic()
+    client.close(timeout_s=0.1)
+    client.close()
+    assert time.monotonic() - start < 2
