@@ -4,6 +4,7 @@ Used by the transfer thread of reader.py alone.
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +40,20 @@ class PeerLink:
     Counts the reads that use it; descriptors and connection go when it is retired and unused.
     """
 
-    def __init__(self, agent: TransferAgent, peer: PeerInfo, layout: RankLayout) -> None:
-        """Raises: HandshakeError for a layout that does not fit ours, TransferError."""
+    def __init__(
+        self,
+        agent: TransferAgent,
+        peer: PeerInfo,
+        layout: RankLayout,
+        uses: Counter[str],
+    ) -> None:
+        """`uses`: links of this reader by agent name. A peer that is met anew while reads of the
+        old link still run is removed from the agent only with the last of them.
+
+        Raises: HandshakeError for a layout that does not fit ours, TransferError.
+        """
         check_peer(peer)
+        self._uses = uses
         self.agent = agent
         self.peer = peer
         self.key = peer.key
@@ -59,14 +71,16 @@ class PeerLink:
     def _connect(
         self, plan: RankPlan, metadata: bytes, process: ProcessIdentity, layout: RankLayout
     ) -> _RankLink:
-        # An agent met before may hold stale connections under the same name.
         name = self.agent.add_peer(metadata)
-        local = self.agent.prepare(None, plan.local.strided_rows(), layout.memory)
+        self._uses[name] += 1
+        local = None
         try:
+            local = self.agent.prepare(None, plan.local.strided_rows(), layout.memory)
             remote = self.agent.prepare(name, plan.remote.strided_rows(), plan.remote.layout.memory)
         except TransferError:
-            self.agent.release_prepared(local)
-            self.agent.remove_peer(name)
+            if local is not None:
+                self.agent.release_prepared(local)
+            self._leave(name)
             raise
         return _RankLink(plan, name, process, local, remote)
 
@@ -87,8 +101,14 @@ class PeerLink:
             self.agent.release_prepared(rank.local)
             self.agent.release_prepared(rank.remote)
             if remove:
-                self.agent.remove_peer(rank.agent_name)
+                self._leave(rank.agent_name)
         self.ranks = []
+
+    def _leave(self, name: str) -> None:
+        self._uses[name] -= 1
+        if self._uses[name] == 0:
+            del self._uses[name]
+            self.agent.remove_peer(name)
 
 
 @dataclass
@@ -111,6 +131,7 @@ class InFlight:
     is_given_up: bool = False
     error: str | None = None
     is_peer_lost: bool = False
+    has_transport_failed: bool = False
     nbytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
@@ -120,7 +141,8 @@ class InFlight:
     _death_seen: float | None = None
 
     def post(self, num_tokens: int, src: Placement, dst: Placement) -> None:
-        """Start a read from each source rank. A failure is kept in `error`."""
+        """Start a read from each source rank. A failure is kept in `error`: wrong ids of the
+        ticket, or the transport's (`has_transport_failed`): then the link must be made anew."""
         self.link.num_reads += 1
         self._start = time.monotonic()
         self._next_death_check = self._start + _DEATH_CHECK_S
@@ -128,6 +150,10 @@ class InFlight:
         try:
             # All ids first: what the ticket gets wrong must not leave half a read behind.
             reads = [rank.plan.read_ids(num_tokens, src, dst) for rank in self.link.ranks]
+        except TransferError as error:
+            self.error = str(error)
+            return
+        try:
             for rank, read in zip(self.link.ranks, reads, strict=True):
                 handle = agent.post_read(rank.local, read.local, rank.remote, read.remote)
                 self._transfers.append(_Transfer(handle, rank.process))
@@ -175,6 +201,7 @@ class InFlight:
         self.link.end_read()
 
     def _note(self, error: TransferError) -> None:
+        self.has_transport_failed = True
         self.is_peer_lost = self.is_peer_lost or isinstance(error, PeerLostError)
         if self.error is None:
             self.error = str(error)

@@ -139,7 +139,8 @@ class ReadEvent(msgspec.Struct, frozen=True):
 
     Each posted request gets exactly one of done and failed, unless it is given up before; each
     `give_up` gets exactly one drained, after which its memory is quiet. `is_peer_lost`: the peer
-    must be met anew (hello, then add_peer) before more is read from it.
+    is gone or cannot be reached; like after any failure of the transport, `add_peer` comes before
+    the next read from it.
     """
 
     request_id: str

@@ -7,6 +7,7 @@ can land no more, because a posted read cannot be cancelled. It knows no schedul
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from tandem.errors import TandemError
@@ -48,12 +49,18 @@ class RankReader:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[ReadEvent] = queue.SimpleQueue()
         self._links: dict[tuple[str, str], PeerLink] = {}
+        self._uses: Counter[str] = Counter()
         self._refused: dict[tuple[str, str], str] = {}
         self._reads: dict[str, InFlight] = {}
         self._is_closing = False
         self._close_deadline = 0.0
         self._thread = threading.Thread(target=self._run, name="rank-reader", daemon=True)
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """False after `close`, and if the thread has met a bug of ours."""
+        return self._thread.is_alive()
 
     @property
     def num_in_flight(self) -> int:
@@ -146,7 +153,7 @@ class RankReader:
             return
         self._drop_peer(peer.key)
         try:
-            self._links[peer.key] = PeerLink(self._agent, peer, self._layout)
+            self._links[peer.key] = PeerLink(self._agent, peer, self._layout, self._uses)
         except TandemError as error:
             log.warning("peer %s at %s cannot be read: %s", peer.engine_id, peer.address, error)
             self._refused[peer.key] = str(error)
@@ -194,7 +201,7 @@ class RankReader:
         if not read.has_stopped(time.monotonic()):
             return
         del self._reads[read.request_id]
-        if read.is_peer_lost and self._links.get(read.link.key) is read.link:
+        if read.has_transport_failed and self._links.get(read.link.key) is read.link:
             self._drop_peer(read.link.key)
         read.finish()
         if read.is_given_up:

@@ -120,6 +120,11 @@ class TicketClient:
         is_local = self._identity.process.boot_id == peer.process.boot_id != ""
         return not is_local and (engine_id, generation) in self._replaced
 
+    @property
+    def is_alive(self) -> bool:
+        """False after `close`, and if the thread has met a bug of ours."""
+        return self._thread.is_alive()
+
     def poll(self) -> list[OpenEvent]:
         """The events since the last call."""
         events = []

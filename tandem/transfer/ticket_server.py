@@ -97,6 +97,11 @@ class TicketServer:
         self._thread.start()
         log.info("side channel of %s at %s", identity.engine_id, self.address)
 
+    @property
+    def is_alive(self) -> bool:
+        """False after `close`, and if the thread has met a bug of ours."""
+        return self._thread.is_alive()
+
     def stats(self) -> dict[str, int]:
         """Requests answered since start, by kind; "malformed" ones got no answer."""
         return dict(self._counts)

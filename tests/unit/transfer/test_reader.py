@@ -1,6 +1,7 @@
 import threading
 import time
 
+import msgspec
 import pytest
 
 from tandem.errors import HandshakeError
@@ -289,3 +290,51 @@ def test_a_layout_of_ours_that_contradicts_itself_is_refused(make_pair):
     broken = RankLayout(0, pair.target.spec, pair.target.geometry)
     with pytest.raises(HandshakeError, match="base_address=0"):
         RankReader(LocalAgent(pair.fabric), broken)
+
+
+def test_a_peer_met_again_stays_connected_when_reads_of_the_old_link_stop(make_pair):
+    """Removing the peer with the old link would make the new one's descriptors stale."""
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    (name,) = agent_names(pair)
+    pair.fabric.held.add(name)
+    old, _ = pair.prepare("old", 5, seed=3)
+    pair.reader.post(old)
+    wait_for(lambda: pair.reader.num_in_flight == 1)
+    pair.reader.drop_peer(*pair.peer.key)
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.held.clear()
+    assert pair.event().request_id == "old"
+    command, dst = pair.prepare("new", 5, seed=4)
+    before = pair.target.buffer.copy()
+    pair.reader.post(command)
+    assert pair.event().status == "done"
+    pair.target.check(before, 4, 5, dst)
+
+
+def test_after_a_failed_read_the_peer_is_met_anew(make_pair):
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.failing[agent_names(pair)[0]] = "descriptors are stale"
+    for request_id, status in (("r1", "failed"), ("r2", "failed")):
+        command, _ = pair.prepare(request_id, 5, seed=3)
+        pair.reader.post(command)
+        assert pair.event().status == status
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r3", 5, seed=3)
+    pair.reader.post(command)
+    assert pair.event().status == "done"
+
+
+def test_memory_that_is_not_registered_by_the_peer_is_refused_when_it_is_met(make_pair):
+    pair = make_pair()
+    info = pair.peer.ranks[0]
+    moved = msgspec.structs.replace(info.layout, base_address=info.layout.base_address + 4096)
+    pair.peer = msgspec.structs.replace(
+        pair.peer, ranks=(msgspec.structs.replace(info, layout=moved),)
+    )
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r", 5, seed=3)
+    pair.reader.post(command)
+    assert "are not registered" in pair.event().error
+    assert pair.reader.is_alive
