@@ -18,6 +18,8 @@ from tandem.transfer.layout import PeerInfo, RankLayout, check_layout
 from tandem.transfer.plan import Placement
 from tandem.transfer.protocol import ReadCommand, ReadEvent
 
+__all__ = ["RankReader", "ReadCommand", "ReadEvent"]
+
 log = get_logger(__name__)
 
 _POLL_S = 200e-6
