@@ -2,16 +2,14 @@
 //
 // A page is [Hkv, 2, page_tokens, D] contiguous, k before v. Only the tokens of the context are
 // read: what lies beyond them belongs to nobody.
-#include <omp.h>
-
 #include <algorithm>
 
+#include "gemm.h"
 #include "vec.h"
 
 namespace {
 
-constexpr int64_t kMaxHeadVectors = 16;  // head_dim up to 256
-constexpr int64_t kTokens = 16;          // scores that are exponentiated at once
+constexpr int64_t kTokens = 32;  // tokens that are weighed at once
 
 struct Paged {
   int64_t dtype, kv_dtype;
@@ -25,50 +23,140 @@ struct Paged {
 
 thread_local Scratch scratch;
 
-// All query heads of one K/V head of one row, over tokens [first, last) of the context. Leaves
-// sums weighted by exp(score - top) and their total.
-template <typename T>
-void attend(const Paged& a, int64_t row, int64_t kv_head, int64_t first, int64_t last, float* q,
-            float* acc, float* top, float* total) {
-  int64_t heads = a.num_heads / a.num_kv_heads, width = round_up(a.head_dim, kLanes);
-  for (int64_t h = 0; h < heads; h++) {
-    top[h] = -INFINITY;
-    total[h] = 0.0f;
+// `count` keys or values from element `from` of the pages on, in fp32 rows padded to `width`.
+void read_rows(const Paged& a, int64_t from, int64_t count, int64_t width, float* to) {
+  if (width == a.head_dim) {
+    read_floats(a.kv_dtype, a.kv, from, count * width, to);
+    return;
   }
-  std::memset(acc, 0, heads * width * sizeof(float));
-  int64_t plane = a.page_tokens * a.head_dim;
-  const int32_t* table = a.page_table + row * a.table_stride;
-  for (int64_t t = first; t < last;) {
-    int64_t offset = t % a.page_tokens;
-    int64_t count = std::min(std::min(kTokens, a.page_tokens - offset), last - t);
-    const T* k = (const T*)a.kv + (int64_t)table[t / a.page_tokens] * a.page_stride +
-                 kv_head * 2 * plane + offset * a.head_dim;
-    const T* v = k + plane;
-    for (int64_t h = 0; h < heads; h++) {
-      float scores[kTokens];
-      for (int64_t i = 0; i < count; i++) {
-        f32x16 products = splat(0.0f);
-        for (int64_t d = 0; d < a.head_dim; d += kLanes)
-          products += load(q + h * width + d) * load_some(k + i * a.head_dim + d, a.head_dim - d);
-        scores[i] = sum(products);
+  for (int64_t i = 0; i < count; i++)
+    read_floats(a.kv_dtype, a.kv, from + i * a.head_dim, a.head_dim, to + i * width);
+}
+
+void fetch(const Paged& a, int64_t from, int64_t count) {
+  int64_t element_nbytes = a.kv_dtype == kFloat32 ? 4 : 2;
+  const char* first = (const char*)a.kv + from * element_nbytes;
+  for (int64_t i = 0; i < count * a.head_dim * element_nbytes; i += 64)
+    __builtin_prefetch(first + i, 0, 2);
+}
+
+// Dot products of one query with up to kTokens keys, in fp32. V: vectors of a head, 0 for any.
+template <int V>
+INLINE void score(const float* q, const float* keys, int64_t any_width, int64_t count,
+                  float* scores) {
+  const int64_t width = V ? V * kLanes : any_width;
+  for (int64_t first = 0; first < count; first += kLanes) {
+    // Keys beyond the count are whatever the scratch holds; their lanes are cut below.
+    f32x16 products[kLanes];
+    for (int64_t i = 0; i < kLanes; i++) {
+      const float* key = keys + (first + i) * width;
+      f32x16 even = splat(0.0f), odd = splat(0.0f);
+#pragma GCC unroll 8
+      for (int64_t d = 0; d + 2 * kLanes <= width; d += 2 * kLanes) {
+        even += load(q + d) * load(key + d);
+        odd += load(q + d + kLanes) * load(key + d + kLanes);
       }
-      float highest = top[h];
-      for (int64_t i = 0; i < count; i++) highest = scores[i] > highest ? scores[i] : highest;
-      for (int64_t i = count; i < kTokens; i++) scores[i] = -INFINITY;
-      // Nothing but -inf so far: exp(-inf - -inf) would be NaN.
-      float base = highest == -INFINITY ? 0.0f : highest;
-      f32x16 weights = exp16(load(scores) - base);
-      float shrink = expf(top[h] - base);
-      total[h] = total[h] * shrink + sum(weights);
-      top[h] = highest;
-      for (int64_t d = 0; d < a.head_dim; d += kLanes) {
-        f32x16 value = load(acc + h * width + d) * shrink;
-        for (int64_t i = 0; i < count; i++)
-          value += weights[i] * load_some(v + i * a.head_dim + d, a.head_dim - d);
-        store(acc + h * width + d, value);
+      if (width / kLanes % 2) even += load(q + width - kLanes) * load(key + width - kLanes);
+      products[i] = even + odd;
+    }
+    store(scores + first, sum_rows(products));
+  }
+  for (int64_t i = count; i < round_up(count, kLanes); i++) scores[i] = -INFINITY;
+}
+
+// What one thread needs for the query heads of one K/V head.
+struct Work {
+  float *q, *acc;         // [heads, width]: scaled queries; values summed with their weights
+  float *top, *total;     // [heads]: largest score so far; sum of exp(score - top)
+  float* weights;         // [heads, kTokens]
+  float* tokens;          // [kTokens, width] keys, then values
+
+  static int64_t numel(int64_t heads, int64_t width) {
+    return heads * (2 * width + 2 + kTokens) + kTokens * width + kLanes;
+  }
+
+  Work(float* base, int64_t heads, int64_t width) {
+    q = base;
+    acc = q + heads * width;
+    weights = acc + heads * width;
+    tokens = weights + heads * kTokens;
+    top = tokens + kTokens * width;
+    total = top + heads;
+  }
+};
+
+// One step of the online softmax: scores to weights, and the earlier sums shrunk to the new top.
+INLINE void weigh(float* weights, int64_t count, float* acc, int64_t width, float* top,
+                  float* total) {
+  f32x16 highest = splat(*top), sums = splat(0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    f32x16 scores = load(weights + i);
+    highest = scores > highest ? scores : highest;
+  }
+  float new_top = largest(highest);
+  // While nothing but -inf was seen, exp(-inf - -inf) would be NaN.
+  float base = new_top == -INFINITY ? 0.0f : new_top;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    f32x16 weight = exp16(load(weights + i) - base);
+    store(weights + i, weight);
+    sums += weight;
+  }
+  if (*top != new_top) {
+    float shrink = expf(*top - base);
+    *total *= shrink;
+    for (int64_t d = 0; d < width; d += kLanes) store(acc + d, load(acc + d) * shrink);
+    *top = new_top;
+  }
+  *total += sum(sums);
+}
+
+// All query heads of one K/V head of one row over its context.
+void attend(const Paged& a, int64_t row, int64_t kv_head, const Work& work) {
+  int64_t heads = a.num_heads / a.num_kv_heads, width = round_up(a.head_dim, kLanes);
+  int64_t context = a.context_lens[row];
+  for (int64_t h = 0; h < heads; h++) {
+    work.top[h] = -INFINITY;
+    work.total[h] = 0.0f;
+  }
+  std::memset(work.acc, 0, heads * width * sizeof(float));
+  const int32_t* table = a.page_table + row * a.table_stride;
+  auto keys_at = [&](int64_t t) {
+    return table[t / a.page_tokens] * a.page_stride +
+           (kv_head * 2 * a.page_tokens + t % a.page_tokens) * a.head_dim;
+  };
+  auto count_at = [&](int64_t t) {
+    return std::min(std::min(kTokens, a.page_tokens - t % a.page_tokens), context - t);
+  };
+  for (int64_t t = 0, count; t < context; t += count) {
+    count = count_at(t);
+    int64_t k = keys_at(t), v = k + a.page_tokens * a.head_dim;
+    // Keys and values alternate in runs too short for the hardware to see two streams.
+    fetch(a, v, count);
+    read_rows(a, k, count, width, work.tokens);
+    if (t + count < context) fetch(a, keys_at(t + count), count_at(t + count));
+    for (int64_t h = 0; h < heads; h++) {
+      const float* q = work.q + h * width;
+      float* scores = work.weights + h * kTokens;
+      switch (width) {
+        case 64: score<4>(q, work.tokens, width, count, scores); break;
+        case 128: score<8>(q, work.tokens, width, count, scores); break;
+        default: score<0>(q, work.tokens, width, count, scores); break;
+      }
+      weigh(scores, count, work.acc + h * width, width, work.top + h, work.total + h);
+    }
+    read_rows(a, v, count, width, work.tokens);
+    for (int64_t h = 0; h < heads; h += kTileRows) {
+      int64_t rows = std::min(kTileRows, heads - h), columns;
+      for (int64_t d = 0; d < width; d += columns) {
+        columns = width - d >= 64 ? 64 : width - d >= 32 ? 32 : 16;
+        float* acc = work.acc + h * width + d;
+        with_tile(rows, columns, [&](auto tile) __attribute__((always_inline)) {
+          tile.from_scaled(acc, width, 1.0f);
+          tile.add(work.weights + h * kTokens, kTokens, 1, work.tokens + d, width, count);
+          tile.to(acc, width);
+        });
       }
     }
-    t += count;
   }
 }
 
@@ -87,23 +175,23 @@ TANDEM_API void tandem_attention_decode(int64_t dtype, int64_t kv_dtype, const v
   int64_t heads = num_heads / num_kv_heads, width = round_up(head_dim, kLanes);
 #pragma omp parallel
   {
-    float* queries = (float*)scratch.reserve((2 * width + 2) * heads * sizeof(float));
-    float *acc = queries + heads * width, *top = acc + heads * width, *total = top + heads;
+    int64_t nbytes = Work::numel(heads, width) * sizeof(float);
+    Work work((float*)scratch.reserve(nbytes), heads, width);
+    std::memset(work.q, 0, nbytes);  // scratch that is read before it is written must be finite
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t row = 0; row < num_rows; row++) {
       for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
         for (int64_t h = 0; h < heads; h++) {
           int64_t from = row * q_token + (kv_head * heads + h) * q_head;
-          read_floats(dtype, q, from, head_dim, queries + h * width);
-          for (int64_t d = 0; d < width; d++) queries[h * width + d] *= scale;
+          read_floats(dtype, q, from, head_dim, work.q + h * width);
+          for (int64_t d = 0; d < width; d++) work.q[h * width + d] *= scale;
         }
-        with_dtype(kv_dtype, [&](auto value) {
-          attend<decltype(value)>(a, row, kv_head, 0, context_lens[row], queries, acc, top, total);
-        });
+        attend(a, row, kv_head, work);
         for (int64_t h = 0; h < heads; h++) {
-          for (int64_t d = 0; d < head_dim; d++) acc[h * width + d] /= total[h];
-          write_floats(dtype, out, (row * num_heads + kv_head * heads + h) * head_dim, head_dim,
-                       acc + h * width);
+          float* values = work.acc + h * width;
+          for (int64_t d = 0; d < head_dim; d++) values[d] /= work.total[h];
+          int64_t to = (row * num_heads + kv_head * heads + h) * head_dim;
+          write_floats(dtype, out, to, head_dim, values);
         }
       }
     }

@@ -3,8 +3,6 @@
 //
 // The channels of x are covered in order by up to kMaxWindows windows, [C_i, W - 1] contiguous
 // within a slot. Values and windows have one dtype.
-#include <omp.h>
-
 #include <algorithm>
 
 #include "vec.h"
@@ -28,64 +26,108 @@ struct Taps {
   alignas(64) float bias[kBlock];
 };
 
-void read_taps(int64_t dtype, const void* weight, const void* bias, int64_t channel, int64_t count,
-               int64_t num_taps, Taps& taps) {
-  for (int64_t c = 0; c < count; c++) {
-    for (int64_t w = 0; w < num_taps; w++)
-      taps.weight[w][c] = load_scalar(weight, dtype, (channel + c) * num_taps + w);
-    taps.bias[c] = bias ? load_scalar(bias, dtype, channel + c) : 0.0f;
-  }
+// [count, width] of any dtype to rows[width][count], in fp32. F: the width, 0 for any. A width that
+// is known lets the compiler transpose in registers.
+template <int F, typename T>
+INLINE void unpack(const T* from, int64_t any_width, int64_t count, float (*rows)[kBlock]) {
+  const int64_t width = F ? F : any_width;
+  alignas(64) float flat[kBlock * kMaxTaps];
+  for (int64_t i = 0; i < count * width; i += kLanes)
+    store(flat + i, load_some(from + i, count * width - i));
+  for (int64_t c = 0; c < count; c++)
+    for (int64_t w = 0; w < width; w++) rows[w][c] = flat[c * width + w];
 }
 
-// One block of channels within one window of one sequence. The last W - 1 inputs stay in
-// `recent`, one row a tap.
-template <typename T>
+template <int F, typename T>
+INLINE void pack(const float (*rows)[kBlock], int64_t any_width, int64_t count, T* to) {
+  const int64_t width = F ? F : any_width;
+  alignas(64) float flat[kBlock * kMaxTaps];
+  for (int64_t c = 0; c < count; c++)
+    for (int64_t w = 0; w < width; w++) flat[c * width + w] = rows[w][c];
+  for (int64_t i = 0; i < count * width; i += kLanes)
+    store_some(to + i, load(flat + i), count * width - i);
+}
+
+template <int W, typename T>
+INLINE void read_taps(const T* weight, const T* bias, int64_t num_taps, int64_t count,
+                      Taps& taps) {
+  unpack<W>(weight, num_taps, count, taps.weight);
+  for (int64_t c = 0; c < count; c += kLanes)
+    store(taps.bias + c, bias ? load_some(bias + c, count - c) : splat(0.0f));
+}
+
+// One block of channels within one window of one sequence. W: taps, 0 for any number.
+template <int W, typename T>
 void convolve(const T* x, int64_t x_stride, T* y, int64_t y_stride, const Taps& taps, T* window,
-              int64_t num_tokens, int64_t count, int64_t num_taps, bool has_state, bool is_silu) {
-  alignas(64) float recent[kMaxTaps][kBlock];
-  int64_t history = num_taps - 1;
+              int64_t num_tokens, int64_t count, int64_t any_taps, bool has_state, bool is_silu) {
+  const int64_t num_taps = W ? W : any_taps, history = num_taps - 1;
+  // Inputs before the chunk, then, where the chunk is short, after it: one row a position.
+  alignas(64) float past[2 * kMaxTaps][kBlock];
+  unpack<W ? W - 1 : 0>(window, history, count, past);
+  if (!has_state) std::memset(past, 0, history * sizeof(past[0]));
+  auto input = [&](int64_t t, int64_t c) __attribute__((always_inline)) {
+    return t < 0 ? load(past[t + history] + c) : load_some(x + t * x_stride + c, count - c);
+  };
+  auto output = [&](int64_t t, int64_t c) __attribute__((always_inline)) {
+    f32x16 total = load(taps.bias + c);
+#pragma GCC unroll 8
+    for (int64_t w = 0; w < num_taps; w++)
+      total += input(t - history + w, c) * load(taps.weight[w] + c);
+    store_some(y + t * y_stride + c, is_silu ? silu(total) : total, count - c);
+  };
+  int64_t lead = std::min(history, num_tokens);
+  for (int64_t t = 0; t < lead; t++)
+    for (int64_t c = 0; c < count; c += kLanes) output(t, c);
+  for (int64_t t = lead; t < num_tokens; t++)
+    for (int64_t c = 0; c < count; c += kLanes) output(t, c);
   for (int64_t w = 0; w < history; w++)
-    for (int64_t c = 0; c < count; c++)
-      recent[w][c] = has_state ? to_float(window[c * history + w]) : 0.0f;
-  int64_t oldest = 0;  // row of `recent` that holds the oldest input
-  for (int64_t t = 0; t < num_tokens; t++) {
-    // Slot `history` of the ring takes the new input, so that all W inputs stand in it at once.
-    int64_t newest = (oldest + history) % num_taps;
-    int64_t rows[kMaxTaps];
-    for (int64_t w = 0; w < num_taps; w++) rows[w] = (oldest + w) % num_taps;
-    for (int64_t c = 0; c < count; c += kLanes) {
-      f32x16 value = load_some(x + t * x_stride + c, count - c);
-      store(recent[newest] + c, value);
-      f32x16 total = load(taps.bias + c);
-      for (int64_t w = 0; w < history; w++)
-        total += load(recent[rows[w]] + c) * load(taps.weight[w] + c);
-      total += value * load(taps.weight[history] + c);
-      store_some(y + t * y_stride + c, is_silu ? silu(total) : total, count - c);
-    }
-    oldest = (oldest + 1) % num_taps;
-  }
-  for (int64_t w = 0; w < history; w++)
-    for (int64_t c = 0; c < count; c++)
-      from_float(recent[(oldest + w) % num_taps][c], window + c * history + w);
+    for (int64_t c = 0; c < count; c += kLanes)
+      store(past[kMaxTaps + w] + c, input(num_tokens - history + w, c));
+  pack<W ? W - 1 : 0>(past + kMaxTaps, history, count, window);
 }
 
-// Calls `task(row, window, first channel of x, first channel in the window, count)` for each block.
-template <typename F>
-void for_each_block(const Windows& windows, int64_t num_rows, bool is_large, F&& task) {
+struct Conv {
+  int64_t weight_dtype, x_stride, num_channels, num_taps;
+  const void *x, *weight, *bias;  // bias may be null
+  void* y;
+  Windows windows;
+  const int64_t* slots;
+  const int32_t* query_start;  // null: one token a row
+  const bool* has_state;       // null: all rows
+  int64_t num_rows, is_silu;
+};
+
+template <int W, typename T>
+void run(const Conv& a) {
   int64_t blocks_before[kMaxWindows + 1] = {0}, channels_before[kMaxWindows + 1] = {0};
-  for (int64_t i = 0; i < windows.count; i++) {
-    blocks_before[i + 1] = blocks_before[i] + (windows.channels[i] + kBlock - 1) / kBlock;
-    channels_before[i + 1] = channels_before[i] + windows.channels[i];
+  for (int64_t i = 0; i < a.windows.count; i++) {
+    blocks_before[i + 1] = blocks_before[i] + (a.windows.channels[i] + kBlock - 1) / kBlock;
+    channels_before[i + 1] = channels_before[i] + a.windows.channels[i];
   }
-  int64_t blocks = blocks_before[windows.count];
-#pragma omp parallel for schedule(dynamic) collapse(2) if (is_large)
+  int64_t blocks = blocks_before[a.windows.count];
+  int64_t num_tokens = a.query_start ? a.query_start[a.num_rows] : a.num_rows;
+#pragma omp parallel for schedule(dynamic) if (num_tokens * a.num_channels > 8192)
   for (int64_t block = 0; block < blocks; block++) {
-    for (int64_t row = 0; row < num_rows; row++) {
-      int64_t i = 0;
-      while (block >= blocks_before[i + 1]) i++;
-      int64_t inside = (block - blocks_before[i]) * kBlock;
-      task(row, i, channels_before[i] + inside, inside,
-           std::min(kBlock, windows.channels[i] - inside));
+    int64_t i = 0;
+    while (block >= blocks_before[i + 1]) i++;
+    int64_t inside = (block - blocks_before[i]) * kBlock, channel = channels_before[i] + inside;
+    int64_t count = std::min(kBlock, a.windows.channels[i] - inside);
+    Taps taps;
+    with_dtype(a.weight_dtype, [&](auto value) {
+      using U = decltype(value);
+      read_taps<W>((const U*)a.weight + channel * a.num_taps,
+                   a.bias ? (const U*)a.bias + channel : nullptr, a.num_taps, count, taps);
+    });
+    for (int64_t row = 0; row < a.num_rows; row++) {
+      int64_t first = a.query_start ? a.query_start[row] : row;
+      int64_t last = a.query_start ? a.query_start[row + 1] : row + 1;
+      if (first == last) continue;
+      T* window = (T*)a.windows.base[i] + a.slots[row] * a.windows.slot_strides[i] +
+                  inside * (a.num_taps - 1);
+      convolve<W>((const T*)a.x + first * a.x_stride + channel, a.x_stride,
+                  (T*)a.y + first * a.num_channels + channel, a.num_channels, taps, window,
+                  last - first, count, a.num_taps, a.has_state ? a.has_state[row] : true,
+                  a.is_silu);
     }
   }
 }
@@ -101,22 +143,15 @@ TANDEM_API void tandem_conv1d(int64_t dtype, int64_t weight_dtype, const void* x
                               int64_t num_windows, const int64_t* slots,
                               const int32_t* query_start, const bool* has_state, int64_t num_rows,
                               int64_t num_channels, int64_t num_taps, int64_t is_silu) {
-  Windows windows{window_base, slot_strides, channels, num_windows};
-  int64_t num_tokens = query_start ? query_start[num_rows] : num_rows;
+  Conv a{weight_dtype, x_stride, num_channels, num_taps, x,           weight,
+         bias,         y,        {window_base, slot_strides, channels, num_windows},
+         slots,        query_start, has_state, num_rows, is_silu};
   with_dtype(dtype, [&](auto value) {
     using T = decltype(value);
-    for_each_block(windows, num_rows, num_tokens * num_channels > 8192,
-                   [&](int64_t row, int64_t i, int64_t channel, int64_t inside, int64_t count) {
-      int64_t first = query_start ? query_start[row] : row;
-      int64_t last = query_start ? query_start[row + 1] : row + 1;
-      if (first == last) return;
-      Taps taps;
-      read_taps(weight_dtype, weight, bias, channel, count, num_taps, taps);
-      T* window = (T*)windows.base[i] + slots[row] * windows.slot_strides[i] +
-                  inside * (num_taps - 1);
-      convolve((const T*)x + first * x_stride + channel, x_stride,
-               (T*)y + first * num_channels + channel, num_channels, taps, window, last - first,
-               count, num_taps, has_state ? has_state[row] : true, is_silu);
-    });
+    if (num_taps == 4) {
+      run<4, T>(a);
+    } else {
+      run<0, T>(a);
+    }
   });
 }

@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t kPanel = 32;       // outputs of one panel: two vectors
 constexpr int64_t kMaxRows = 12;     // 12 rows x 2 vectors of sums + 2 of weights fill 32 registers
 constexpr int64_t kBlockPairs = 1024;  // pairs of inputs whose share of a panel (128 KiB) stays in L2
+constexpr int64_t kAheadNbytes = 8192;  // of a stream that is fetched ahead of itself
 constexpr int64_t kBlockNbytes = 512 << 10;  // of packed activations that stay in L2
 
 }  // namespace
@@ -77,11 +78,11 @@ TANDEM_API void tandem_linear_rows(const uint16_t* packed, const int64_t* ids, u
 namespace {
 
 // One tile of rows times one block of a panel. `ahead` is memory that is wanted next: PF lines of
-// it are fetched into L2 for every four pairs, because the hardware follows a stream only after
-// its first misses, and not at all while the rows of a tile are computed from L2.
+// it are fetched into L2 for every four pairs, because the hardware sees no stream while tiles are
+// computed from L2.
 template <int R, int PF>
 inline void multiply(const uint32_t* rows, const uint16_t* weights, int64_t pairs, float* sums,
-                     const char* ahead) {
+                     [[maybe_unused]] const char* ahead) {
   __m512 acc[R][2];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
@@ -164,12 +165,15 @@ TANDEM_API void tandem_linear_bf16(const uint16_t* x, int64_t x_stride, const ui
   int64_t block_tiles = std::max<int64_t>(1, kBlockNbytes / (tile_rows * pairs * 4));
   int64_t row_blocks = (tiles + block_tiles - 1) / block_tiles;
   block_tiles = (tiles + row_blocks - 1) / row_blocks;
-  int64_t share = (8 + block_tiles - 1) / block_tiles;  // lines fetched ahead per four pairs
-  Multiply multiply_tile = share > 4   ? multiply_for<8>(tile_rows)
-                           : share > 2 ? multiply_for<4>(tile_rows)
-                           : share > 1 ? multiply_for<2>(tile_rows)
-                                       : multiply_for<1>(tile_rows);
-  int64_t lines = share > 4 ? 8 : share > 2 ? 4 : share > 1 ? 2 : 1;
+  // A few rows leave the memory to the hardware's own streams, which fetching ahead only disturbs.
+  // One tile fetches its own stream ahead; of several, each fetches its share of the next block.
+  int64_t share = tile_rows <= 4 && tiles == 1 ? 0 : (8 + block_tiles - 1) / block_tiles;
+  int64_t lines = share > 4 ? 8 : share > 2 ? 4 : share;
+  Multiply multiply_tile = lines == 0   ? multiply_for<0>(tile_rows)
+                           : lines == 1 ? multiply_for<1>(tile_rows)
+                           : lines == 2 ? multiply_for<2>(tile_rows)
+                           : lines == 4 ? multiply_for<4>(tile_rows)
+                                        : multiply_for<8>(tile_rows);
   std::atomic<int64_t> next_task{0};
 
 #pragma omp parallel
@@ -193,7 +197,8 @@ TANDEM_API void tandem_linear_bf16(const uint16_t* x, int64_t x_stride, const ui
         for (int64_t k = 0; k < pairs; k += kBlockPairs) {
           int64_t block = std::min(kBlockPairs, pairs - k);
           const uint16_t* weights = packed + (panel * pairs + k) * kPanel * 2;
-          const char* ahead = (const char*)(weights + block * kPanel * 2);
+          const char* ahead = (const char*)weights +
+                              (tiles == 1 ? kAheadNbytes : block * kPanel * 2 * (int64_t)sizeof(uint16_t));
           for (int64_t tile = first_tile; tile < last_tile; tile++) {
             float* tile_sums = sums + (tile - first_tile) * tile_rows * kPanel;
             if (k == 0) {

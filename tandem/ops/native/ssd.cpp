@@ -41,29 +41,25 @@ thread_local Scratch update_scratch;
 thread_local Scratch shared_scratch;
 thread_local Scratch head_scratch;
 
-// R rows of one head's state: h = decay h + scaled[r] B and y[r] = h C.
-template <int R, typename ST>
-INLINE void update_rows(ST* state, int64_t state_size, const float* B, const float* C,
-                        const float* scaled, float decay, float* y) {
-  f32x16 acc[R];
-  f32x16 factor[R];
-  for (int r = 0; r < R; r++) {
-    acc[r] = splat(0.0f);
-    factor[r] = splat(scaled[r]);
+// One row of a head's state: h = decay h + scaled B, returns h C. B and C are padded with zeros to
+// whole vectors. Row after row is one stream through memory, which the hardware fetches ahead;
+// several rows at a time halved its speed.
+template <typename ST>
+INLINE float update_row(ST* state, int64_t state_size, const float* B, const float* C,
+                        float scaled, float decay) {
+  f32x16 acc = splat(0.0f);
+  int64_t whole = state_size / kLanes * kLanes, rest = state_size - whole;
+  for (int64_t n = 0; n < whole; n += kLanes) {
+    f32x16 h = load(state + n) * decay + load(B + n) * scaled;
+    store(state + n, h);
+    acc += h * load(C + n);
   }
-  for (int64_t n = 0; n < state_size; n += kLanes) {
-    f32x16 b = load(B + n), c = load(C + n);
-    int64_t count = state_size - n;
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      ST* at = state + r * state_size + n;
-      __builtin_prefetch(at + 4 * R * state_size, 1, 2);
-      f32x16 h = load_some(at, count) * decay + factor[r] * b;
-      store_some(at, h, count);
-      acc[r] += h * c;
-    }
+  if (rest) {
+    f32x16 h = load_some(state + whole, rest) * decay + load(B + whole) * scaled;
+    store_some(state + whole, h, rest);
+    acc += h * load(C + whole);
   }
-  for (int r = 0; r < R; r++) y[r] = sum(acc[r]);
+  return sum(acc);
 }
 
 template <typename ST>
@@ -77,13 +73,10 @@ void update_head(const Ssd& a, int64_t row, int64_t head, float* scratch) {
   float step = a.step(row, head), decay = expf(step * a.A[head]);
   for (int64_t p = 0; p < rows; p++) scaled[p] = x[p] * step;
   ST* state = (ST*)a.state + a.state_offset(row, head);
-  int64_t p = 0;
-  for (; p + 4 <= a.head_dim; p += 4)
-    update_rows<4>(state + p * a.state_size, a.state_size, B, C, scaled + p, decay, y + p);
-  for (; p < a.head_dim; p++)
-    update_rows<1>(state + p * a.state_size, a.state_size, B, C, scaled + p, decay, y + p);
+  for (int64_t p = 0; p < a.head_dim; p++)
+    y[p] = update_row(state + p * a.state_size, a.state_size, B, C, scaled[p], decay);
   if (a.D)
-    for (p = 0; p < a.head_dim; p++) y[p] += x[p] * a.D[head];
+    for (int64_t p = 0; p < a.head_dim; p++) y[p] += x[p] * a.D[head];
   write_floats(a.dtype, a.y, (row * a.num_heads + head) * a.head_dim, a.head_dim, y);
 }
 

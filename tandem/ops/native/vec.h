@@ -187,7 +187,36 @@ INLINE float sum(f32x16 value) {
 #endif
 }
 
-INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+// The largest lane; NaN where lanes are NaN is not promised.
+INLINE float largest(f32x16 value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value);
+#else
+  float out = value[0];
+  for (int i = 1; i < 16; i++) out = value[i] > out ? value[i] : out;
+  return out;
+#endif
+}
+
+// Lane i of the result is the sum of rows[i]: a tree of pairwise additions, where each step halves
+// the lanes that a row still has.
+INLINE f32x16 sum_rows(const f32x16* rows) {
+  const i32x16 low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  const i32x16 low4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+  const i32x16 low2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+  const i32x16 low1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+  f32x16 t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    t[i] = __builtin_shuffle(rows[i], rows[i + 8], low8) +
+           __builtin_shuffle(rows[i], rows[i + 8], low8 + 8);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    t[i] = __builtin_shuffle(t[i], t[i + 4], low4) + __builtin_shuffle(t[i], t[i + 4], low4 + 4);
+  for (int i = 0; i < 2; i++)
+    t[i] = __builtin_shuffle(t[i], t[i + 2], low2) + __builtin_shuffle(t[i], t[i + 2], low2 + 2);
+  return __builtin_shuffle(t[0], t[1], low1) + __builtin_shuffle(t[0], t[1], low1 + 1);
+}
 
 // exp to about 2 ulp; 0 below -87.3, infinity above 88.7, NaN stays NaN.
 INLINE f32x16 exp16(f32x16 x) {
