@@ -20,7 +20,7 @@ def choose(op: str, reference: ModuleType, x: torch.Tensor) -> ModuleType:
     A native path has the functions of the reference, with the same signatures, and a function
     `supports(x) -> bool` that is true when its library is loaded and takes x.
     """
-    if x.device.type != "cpu" or not is_native_enabled():
+    if not x.is_cpu or not is_native_enabled():
         return reference
     native = _native_module(op)
     return native if native is not None and native.supports(x) else reference

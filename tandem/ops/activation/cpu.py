@@ -17,7 +17,7 @@ def supports(x: torch.Tensor) -> bool:
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """See `reference.relu2`."""
     values = x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     load().tandem_relu2(DTYPE_CODE[x.dtype], values.data_ptr(), out.data_ptr(), x.numel())
     return out
 
@@ -26,13 +26,13 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `reference.silu_mul`."""
     rows, stride = as_rows(gate_up)
     num_channels = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], num_channels), dtype=gate_up.dtype)
+    out = gate_up.new_empty((*gate_up.shape[:-1], num_channels))
     load().tandem_silu_mul(
         DTYPE_CODE[gate_up.dtype],
         rows.data_ptr(),
         stride,
         out.data_ptr(),
-        len(rows),
+        rows.shape[0],
         num_channels,
     )
     return out

@@ -3,8 +3,6 @@
 import torch
 import torch.nn.functional as F
 
-from tandem.errors import ShapeError
-
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2. Source: So et al. 2021, arXiv:2109.08668."""
@@ -18,12 +16,3 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """`relu2` for "relu2", `silu_mul` for "silu_gated"; raises ShapeError for any other name."""
-    if activation == "relu2":
-        return relu2(x)
-    if activation == "silu_gated":
-        return silu_mul(x)
-    raise ShapeError(f"activation={activation!r} is unknown; use 'relu2' or 'silu_gated'")

@@ -69,7 +69,7 @@ def paged_attention(
         return reference.paged_attention(
             q, kv, page_table, query_start, context_lens, scale, num_decode
         )
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = q.new_empty(q.shape)
     _decode(q, kv, page_table, context_lens.contiguous(), scale, num_decode, out)
     if num_decode < len(context_lens):
         out[num_decode:] = reference.paged_attention(

@@ -98,7 +98,7 @@ def _run(
     strides = table(*[window.stride(0) for window in windows])
     channels = table(*[window.shape[1] for window in windows])
     rows = slots.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     load().tandem_conv1d(
         DTYPE_CODE[x.dtype],
         DTYPE_CODE[weight.dtype],
@@ -114,7 +114,7 @@ def _run(
         rows.data_ptr(),
         query_start,
         has_state,
-        len(rows),
+        rows.shape[0],
         x.shape[1],
         weight.shape[1],
         activation is not None,

@@ -8,8 +8,8 @@ from tandem.ops.native.library import DTYPE_CODE, load
 def is_plain(x: torch.Tensor) -> bool:
     """A CPU tensor of a dtype the kernels know, outside of any graph, and the kernels are there."""
     return (
-        x.dtype in DTYPE_CODE
-        and x.device.type == "cpu"
+        x.is_cpu
+        and x.dtype in DTYPE_CODE
         and not (x.requires_grad and torch.is_grad_enabled())
         and load() is not None
     )

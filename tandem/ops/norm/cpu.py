@@ -19,7 +19,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if weight.dtype not in DTYPE_CODE:
         return reference.rms_norm(x, weight, eps)
     rows, stride = as_rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     load().tandem_rms_norm(
         DTYPE_CODE[x.dtype],
         DTYPE_CODE[weight.dtype],
@@ -30,7 +30,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         None,
         weight.data_ptr(),
         out.data_ptr(),
-        len(rows),
+        rows.shape[0],
         weight.numel(),
         eps,
     )
@@ -45,8 +45,8 @@ def add_rms_norm(
         return reference.add_rms_norm(x, residual, weight, eps)
     rows, stride = as_rows(x)
     others, other_stride = as_rows(residual)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    total = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
+    total = x.new_empty(x.shape)
     load().tandem_rms_norm(
         DTYPE_CODE[x.dtype],
         DTYPE_CODE[weight.dtype],
@@ -57,7 +57,7 @@ def add_rms_norm(
         total.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
-        len(rows),
+        rows.shape[0],
         weight.numel(),
         eps,
     )
@@ -82,7 +82,7 @@ def gated_rms_norm(
         )
     rows, stride = as_rows(y)
     gates, gate_stride = as_rows(gate)
-    out = torch.empty(y.shape, dtype=y.dtype)
+    out = y.new_empty(y.shape)
     load().tandem_gated_rms_norm(
         DTYPE_CODE[y.dtype],
         DTYPE_CODE[weight.dtype],
@@ -92,7 +92,7 @@ def gated_rms_norm(
         gate_stride,
         weight.data_ptr(),
         out.data_ptr(),
-        len(rows),
+        rows.shape[0],
         weight.numel(),
         group_size,
         eps,

@@ -36,7 +36,7 @@ def ssd_prefill(
         return reference.ssd_prefill(
             x, dt, A, B, C, D, state, slots, query_start, has_state, dt_bias, dt_limit, chunk
         )
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     starts = query_start.to(torch.int32).contiguous()
     live = has_state.contiguous()
     rows = slots.contiguous()
@@ -67,7 +67,7 @@ def ssd_update(
     """See `reference.ssd_update`."""
     if not _is_addressable(x, dt, B, C, state):
         return reference.ssd_update(x, dt, A, B, C, D, state, slots, dt_bias, dt_limit)
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     rows = slots.contiguous()
     assert len(rows) == len(x), (rows.shape, x.shape)
     rates, skip, bias = as_fp32(A), None if D is None else as_fp32(D), as_fp32(dt_bias)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.ops import dispatch
-from tandem.ops.activation import reference
+from tandem.ops.rotary import reference
 
 
 def use_native(monkeypatch, module):
@@ -34,7 +34,7 @@ def test_environment_switches_native_code_off_at_once(monkeypatch):
 
 
 def test_op_without_native_code_runs_its_reference():
-    assert dispatch.choose("activation", reference, torch.zeros(1)) is reference
+    assert dispatch.choose("rotary", reference, torch.zeros(1)) is reference
 
 
 def test_broken_native_module_is_an_error(monkeypatch):
