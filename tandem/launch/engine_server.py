@@ -5,10 +5,8 @@ The HTTP server lives in this process, the engine's core in a child of it (engin
 
 import asyncio
 import os
-import signal
 import socket
 import sys
-from contextlib import suppress
 
 import msgspec
 
@@ -18,6 +16,7 @@ from tandem.engine.child import read_settings
 from tandem.engine.client import EngineClient
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import EngineDeadError, TandemError
+from tandem.launch.signals import run_until_signalled
 from tandem.log import get_logger
 from tandem.server.app import create_app
 from tandem.server.engine_backend import EngineBackend
@@ -51,15 +50,15 @@ async def run(config: EngineConfig, listener: socket.socket, log_level: str | No
         host, port = listener.getsockname()[:2]
         log.info("serving %s (%s) on http://%s:%d", backend.info.name, client.info.role, host, port)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        lost: TandemError | None = None
-        while not serving.done():
-            await asyncio.wait([serving], timeout=_WATCH_S)
-            if client.lost is not None and not http.should_exit:
-                # Running requests have been told; whoever supervises us starts a new engine.
-                lost = client.lost
-                http.should_exit = True
-        await serving
+        try:
+            while not serving.done() and client.lost is None:
+                await asyncio.wait([serving], timeout=_WATCH_S)
+            lost = client.lost
+        finally:
+            http.should_exit = True
+            await serving
         if lost is not None:
+            # Running requests have been told; whoever supervises us starts a new engine.
             raise lost
     finally:
         await client.close()
@@ -68,19 +67,18 @@ async def run(config: EngineConfig, listener: socket.socket, log_level: str | No
 def serve_engine(config: EngineConfig, *, host: str, port: int, log_level: str | None) -> None:
     """Serve one engine in the foreground until interrupted."""
     tandem_log.configure(log_level)
-    with bind(host, port) as listener, suppress(KeyboardInterrupt):
-        asyncio.run(run(config, listener, log_level))
+    with bind(host, port) as listener:
+        run_until_signalled(run(config, listener, log_level))
 
 
 def main() -> None:
     settings = read_settings(EngineServerSettings)
     tandem_log.configure(settings.log_level)
     tandem_log.bind(role=settings.config.transfer.role)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=settings.listener_fd)
     listener.setblocking(False)
     try:
-        asyncio.run(run(settings.config, listener, settings.log_level))
+        run_until_signalled(run(settings.config, listener, settings.log_level))
     except EngineDeadError as error:
         log.error("%s", error)
         sys.exit(1)

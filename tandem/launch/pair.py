@@ -19,6 +19,7 @@ from tandem.engine.child import end, spawn
 from tandem.errors import ConfigError, EngineDeadError
 from tandem.launch.engine_server import EngineServerSettings
 from tandem.launch.router_server import run_router
+from tandem.launch.signals import run_until_signalled
 from tandem.log import get_logger
 from tandem.server.listen import bind
 
@@ -122,8 +123,7 @@ def serve_pair(
             listener = stack.enter_context(bind("127.0.0.1", 0))
             name = f"{engine_config.transfer.role}-{index}"
             engines.append(_Engine(name, engine_config, listener, log_level))
-        with suppress(KeyboardInterrupt):
-            asyncio.run(_supervise(engines, public))
+        run_until_signalled(_supervise(engines, public))
 
 
 async def _supervise(engines: list[_Engine], public: socket.socket) -> None:
@@ -131,6 +131,7 @@ async def _supervise(engines: list[_Engine], public: socket.socket) -> None:
         role: [engine.url for engine in engines if engine.config.transfer.role == role]
         for role in ("prefill", "decode")
     }
+    router: asyncio.Task[None] | None = None
     try:
         for engine in engines:
             engine.start()
@@ -142,6 +143,10 @@ async def _supervise(engines: list[_Engine], public: socket.socket) -> None:
                 _restart_if_ended(engine)
         await router
     finally:
+        if router is not None:
+            router.cancel()
+            with suppress(asyncio.CancelledError):
+                await router
         await asyncio.to_thread(_end_all, engines)
 
 

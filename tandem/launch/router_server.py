@@ -2,9 +2,9 @@
 
 import asyncio
 import socket
-from contextlib import suppress
 
 from tandem import log as tandem_log
+from tandem.launch.signals import run_until_signalled
 from tandem.log import get_logger
 from tandem.router.app import create_router_app
 from tandem.server.listen import bind, server
@@ -17,7 +17,13 @@ async def run_router(prefill: list[str], decode: list[str], listener: socket.soc
     app = await create_router_app(prefill, decode)
     host, port = listener.getsockname()[:2]
     log.info("ready: %d prefill, %d decode on http://%s:%d", len(prefill), len(decode), host, port)
-    await server(app).serve(sockets=[listener])
+    http = server(app)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(serving)
+    finally:
+        http.should_exit = True
+        await serving
 
 
 def serve_router(
@@ -26,5 +32,5 @@ def serve_router(
     """Route to engines that were started by hand, until interrupted."""
     tandem_log.configure(log_level)
     tandem_log.bind(role="router")
-    with bind(host, port) as listener, suppress(KeyboardInterrupt):
-        asyncio.run(run_router(prefill, decode, listener))
+    with bind(host, port) as listener:
+        run_until_signalled(run_router(prefill, decode, listener))

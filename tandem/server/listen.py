@@ -2,6 +2,8 @@
 
 import errno
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -31,6 +33,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it: it would handle them and then raise them once more."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 def server(app: Any) -> uvicorn.Server:
     """A server for `app`: `await serve(sockets=[...])` runs it, `should_exit = True` ends it."""
     config = uvicorn.Config(
@@ -41,4 +51,4 @@ def server(app: Any) -> uvicorn.Server:
         # Open streams end with their requests; a client that never reads must not block the end.
         timeout_graceful_shutdown=5,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
