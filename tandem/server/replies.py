@@ -219,10 +219,10 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[OutputToken]) -> 
             values.append(None)
             tops.append(None)
             continue
-        value = _finite(token.logprob.logprob)
+        value = finite_logprob(token.logprob.logprob)
         values.append(value)
         top = {
-            _legacy_name(tokenizer.token_bytes(other)): _finite(logprob)
+            _legacy_name(tokenizer.token_bytes(other)): finite_logprob(logprob)
             for other, logprob in token.logprob.top
         }
         tops.append({**top, name: value})
@@ -254,7 +254,7 @@ def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
         name = raw.decode()
     except UnicodeDecodeError:
         name = _escaped(raw)
-    return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
+    return {"token": name, "logprob": finite_logprob(logprob), "bytes": list(raw)}
 
 
 def _legacy_name(raw: bytes) -> str:
@@ -268,7 +268,7 @@ def _escaped(raw: bytes) -> str:
     return "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _finite(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
     # Also turns NaN, which compares false with everything, into the floor.
     return logprob if logprob >= LOGPROB_FLOOR else LOGPROB_FLOOR
 

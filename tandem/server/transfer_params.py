@@ -14,7 +14,8 @@ import msgspec
 from tandem.scheduler.request import EngineRequest
 from tandem.server.api_error import ApiError
 from tandem.server.backend import ModelInfo
-from tandem.state.ticket import Ticket
+from tandem.server.replies import finite_logprob
+from tandem.state.ticket import Ticket, TokenLogprob
 
 _FIELD = "kv_transfer_params"
 
@@ -72,8 +73,18 @@ def transfer_reply(ticket: Ticket) -> dict[str, Any]:
         "remote_host": address.hostname,
         "remote_port": address.port,
         "remote_block_ids": list(ticket.pages),
-        "ticket": msgspec.to_builtins(ticket),
+        "ticket": msgspec.to_builtins(
+            msgspec.structs.replace(ticket, first_logprob=_finite(ticket.first_logprob))
+        ),
     }
+
+
+def _finite(entry: TokenLogprob | None) -> TokenLogprob | None:
+    """JSON would turn an infinite value into null, which D would refuse."""
+    if entry is None:
+        return None
+    top = tuple((token_id, finite_logprob(logprob)) for token_id, logprob in entry.top)
+    return TokenLogprob(finite_logprob(entry.logprob), top)
 
 
 def _flag(params: dict[str, Any], name: str) -> bool:

@@ -1,0 +1,271 @@
+"""A pair of prefill and decode engines as one Backend.
+
+A request goes to a prefill engine, whose first token goes out at once, and then with its ticket
+to a decode engine. What an engine loses another one takes over: tokens that are out are kept, and
+the next engine computes their state anew. A ticket belongs to the router until a decode engine
+has taken it; the router gives back what nobody took.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+from tandem.errors import EngineDeadError, RequestError
+from tandem.log import get_logger
+from tandem.router.link import EngineLink, LegError
+from tandem.router.policy import RouterOptions, choose
+from tandem.scheduler.request import EngineRequest, TokenDelta
+from tandem.server.backend import Health, ModelInfo
+from tandem.server.wire import EngineStatus
+from tandem.state.ticket import Ticket
+
+log = get_logger(__name__)
+
+_WAIT_REPORT_S = 10.0
+_WAIT_POLL_S = 0.05
+
+
+@dataclass
+class _Progress:
+    """How far a request is. `ticket` is held at `holder` and nobody has taken it."""
+
+    tokens: list[int] = field(default_factory=list)
+    ticket: Ticket | None = None
+    holder: EngineLink | None = None
+    is_finished: bool = False
+
+    def take(self, delta: TokenDelta, request: EngineRequest) -> TokenDelta:
+        """Note an engine's delta; return it as the client's side sees it."""
+        self.tokens += delta.token_ids
+        reason = None if delta.finish_reason == "hold" else delta.finish_reason
+        self.is_finished = reason is not None
+        return msgspec.structs.replace(
+            delta, request_id=request.request_id, finish_reason=reason, ticket=None
+        )
+
+
+class PairBackend:
+    """Prefill and decode engines by URL. start() begins to probe them; close() ends that."""
+
+    def __init__(
+        self,
+        prefill_urls: Sequence[str],
+        decode_urls: Sequence[str],
+        options: RouterOptions | None = None,
+    ) -> None:
+        self._options = options or RouterOptions()
+        self._urls = {"prefill": list(prefill_urls), "decode": list(decode_urls)}
+        self._links: dict[str, list[EngineLink]] = {"prefill": [], "decode": []}
+        self._client: httpx.AsyncClient | None = None
+        self._model: ModelInfo | None = None  # what the first engine said; others have to agree
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_running = 0
+        self._num_retries = 0
+
+    async def start(self) -> None:
+        """Begin to probe. Called again, it does nothing."""
+        if self._client is not None:
+            return
+        timeout = httpx.Timeout(None, connect=self._options.connect_s)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        # trust_env=False: engines are inside; a proxy from the environment is for the outside.
+        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        for role, urls in self._urls.items():
+            self._links[role] = [
+                EngineLink(url, role, self._client, self._options, self._mismatch(role))
+                for url in urls
+            ]
+        for link in self._all_links():
+            self._spawn(link.watch())
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def wait_until_ready(self) -> None:
+        """Wait for one prefill and one decode engine, for as long as it takes; says so in the log."""
+        loop = asyncio.get_running_loop()
+        next_report = loop.time() + _WAIT_REPORT_S
+        while (health := await self.health()).reason is not None:
+            if loop.time() >= next_report:
+                log.info("waiting: %s", health.reason)
+                next_report += _WAIT_REPORT_S
+            await asyncio.sleep(_WAIT_POLL_S)
+
+    async def fetch_tokenizer(self) -> dict[str, bytes]:
+        """Files of the tokenizer, from an engine that is ready. Raises TransferError."""
+        for link in self._all_links():
+            if link.standing.is_usable:
+                return await link.fetch_tokenizer()
+        raise EngineDeadError("no engine is ready to hand out its tokenizer")
+
+    @property
+    def info(self) -> ModelInfo:
+        statuses = [link.status for link in self._all_links() if link.status is not None]
+        if self._model is None or not statuses:
+            raise EngineDeadError("no engine has been heard of yet; try again")
+        shortest = min(status.info.max_model_len for status in statuses)
+        return msgspec.structs.replace(
+            self._model, max_model_len=shortest, role="router", engine_id=""
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of a request across engines; closing the iterator early ends it on all of them.
+
+        Raises: RequestError when an engine refuses the request, EngineDeadError when none is left.
+        """
+        if not self._usable("decode"):
+            # A prefill that nobody can continue would only hold memory.
+            raise EngineDeadError("no decode engine is ready; try again")
+        progress = _Progress(list(request.generated))
+        self._num_running += 1
+        try:
+            for stage in (self._prefill, self._decode):
+                async with aclosing(stage(request, progress)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                if progress.is_finished:
+                    return
+        finally:
+            self._num_running -= 1
+            if progress.ticket is not None and progress.holder is not None:
+                # In the background: this code may run in a request that is being cancelled.
+                self._spawn(progress.holder.release(progress.ticket.ticket_id))
+
+    async def _prefill(
+        self, request: EngineRequest, progress: _Progress
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The prompt and the first token. Without a prefill engine nothing happens: the decode
+        engine then computes the prompt itself."""
+        tried: set[str] = set()
+        while (link := self._next("prefill", tried)) is not None:
+            leg = msgspec.structs.replace(
+                request, request_id=f"{request.request_id}-p{len(tried)}", hold=True
+            )
+            try:
+                async with aclosing(link.generate(leg)) as deltas:
+                    async for delta in deltas:
+                        if delta.finish_reason == "error" and not delta.token_ids:
+                            raise LegError(delta.error or "a prefill failed", is_taken=True)
+                        if delta.ticket is not None:
+                            progress.ticket, progress.holder = delta.ticket, link
+                        yield progress.take(delta, request)
+                return
+            except LegError as error:
+                if len(progress.tokens) > len(request.generated):
+                    return  # the first token is out: go on from there
+                self._retry(request, error)
+
+    async def _decode(
+        self, request: EngineRequest, progress: _Progress
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The rest of the answer, from the ticket, or from the tokens when the ticket is gone."""
+        tried: set[str] = set()
+        failure: LegError | None = None
+        while (link := self._next("decode", tried)) is not None:
+            ticket = progress.ticket
+            leg = msgspec.structs.replace(
+                request,
+                request_id=f"{request.request_id}-d{len(tried)}",
+                ticket=ticket,
+                generated=list(progress.tokens),
+            )
+            progress.ticket = None  # from here on the engine's to release
+            try:
+                async with aclosing(link.generate(leg)) as deltas:
+                    async for delta in deltas:
+                        yield progress.take(delta, request)
+                return
+            except RequestError:
+                progress.ticket = ticket  # refused: not taken
+                raise
+            except LegError as error:
+                if not error.is_taken:
+                    progress.ticket = ticket
+                failure = error
+                self._retry(request, error)
+        raise EngineDeadError(f"no decode engine could go on: {failure or 'none is ready'}")
+
+    def _next(self, role: str, tried: set[str]) -> EngineLink | None:
+        """The engine for the next attempt; it is added to `tried`."""
+        if len(tried) >= self._options.max_attempts:
+            return None
+        url = choose((link.candidate for link in self._links[role]), tried)
+        if url is None:
+            return None
+        tried.add(url)
+        return next(link for link in self._links[role] if link.url == url)
+
+    def _retry(self, request: EngineRequest, error: LegError) -> None:
+        self._num_retries += 1
+        log.warning("request %s looks for another engine: %s", request.request_id, error)
+
+    async def release_ticket(self, ticket_id: str) -> None:
+        """Nothing: tickets never leave a router."""
+
+    async def health(self) -> Health:
+        reasons = []
+        for role, links in self._links.items():
+            if not self._usable(role):
+                seen = "; ".join(f"{link.url}: {link.standing.reason}" for link in links)
+                reasons.append(f"no {role} engine is ready ({seen or 'none given'})")
+        return Health(not reasons, "; ".join(reasons) or None)
+
+    async def stats(self) -> dict[str, Any]:
+        """The router's numbers, and under `engines` one table an engine, as of now."""
+        links = self._all_links()
+        await asyncio.gather(*(link.probe() for link in links))
+        engines: dict[str, Any] = {}
+        for link in links:
+            load = link.candidate.load
+            engines[link.url] = {
+                "role": link.candidate.role,
+                "reason": link.standing.reason,
+                "is_ready": link.standing.is_usable,
+                "num_requests": load.num_requests,
+                "num_tokens": load.num_tokens,
+                **(link.status.stats if link.status is not None else {}),
+            }
+        return {
+            "num_prefill_ready": len(self._usable("prefill")),
+            "num_decode_ready": len(self._usable("decode")),
+            "num_running": self._num_running,
+            "num_retries": self._num_retries,
+            "engines": engines,
+        }
+
+    def _usable(self, role: str) -> list[EngineLink]:
+        return [link for link in self._links[role] if link.standing.is_usable]
+
+    def _all_links(self) -> list[EngineLink]:
+        return self._links["prefill"] + self._links["decode"]
+
+    def _mismatch(self, role: str) -> Any:
+        """A check for engines of one role: why this one cannot be used, or None."""
+
+        def check(status: EngineStatus) -> str | None:
+            info = status.info
+            if info.role != role:
+                return f"its role is {info.role}; expected {role}"
+            if self._model is None:
+                self._model = info
+            for name in ("name", "vocab_size", "eos_token_ids"):
+                ours, theirs = getattr(self._model, name), getattr(info, name)
+                if ours != theirs:
+                    return f"its model has {name}={theirs!r}; the other engines have {ours!r}"
+            return None
+
+        return check
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,209 @@
+"""One engine as the router reaches it: its probes, its requests, its tickets, over HTTP."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from tandem.errors import RequestError, TransferError
+from tandem.log import get_logger
+from tandem.router.policy import Candidate, RouterOptions, Standing
+from tandem.scheduler.request import EngineRequest, TokenDelta
+from tandem.server.wire import EngineStatus, FrameReader, encode_request
+
+log = get_logger(__name__)
+
+Result = TypeVar("Result")
+
+# How long a finished reply may take to close, so that its connection can be used again.
+_DRAIN_S = 0.5
+
+
+class LegError(TransferError):
+    """A request that an engine lost or turned away for now; another engine may do it.
+
+    `is_taken`: the engine may have begun, so a ticket that went with the request is its to release.
+    """
+
+    def __init__(self, message: str, *, is_taken: bool) -> None:
+        super().__init__(message)
+        self.is_taken = is_taken
+
+
+class EngineLink:
+    """One engine of a pair. Owns no connection pool; `client` is shared and closed by its owner.
+
+    `check` looks at what a probe learned and says why the engine cannot be used, or None.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        role: str,
+        client: httpx.AsyncClient,
+        options: RouterOptions,
+        check: Callable[[EngineStatus], str | None],
+    ) -> None:
+        self.candidate = Candidate(url.rstrip("/"), role, Standing(options.max_missed_probes))
+        self.status: EngineStatus | None = None
+        self._client = client
+        self._options = options
+        self._check = check
+        self._waits: set[asyncio.Timeout] = set()
+
+    @property
+    def url(self) -> str:
+        return self.candidate.url
+
+    @property
+    def standing(self) -> Standing:
+        return self.candidate.standing
+
+    async def watch(self) -> None:
+        """Probe for ever."""
+        while True:
+            await self.probe()
+            await asyncio.sleep(self._options.probe_s)
+
+    async def probe(self) -> None:
+        """Ask the engine for its state once; never raises for what the engine does."""
+        before = self.standing.reason
+        try:
+            async with asyncio.timeout(self._options.probe_timeout_s):
+                reply = await self._client.get(f"{self.url}/internal/info")
+            if reply.status_code != 200:
+                raise TransferError(f"answered {reply.status_code}: {_message(reply.content)}")
+            self.status = msgspec.msgpack.decode(reply.content, type=EngineStatus)
+        except TimeoutError:
+            self.standing.missed("does not answer")
+        except (httpx.HTTPError, msgspec.DecodeError, TransferError) as error:
+            self.standing.missed(str(error) or type(error).__name__)
+        else:
+            reason = self._check(self.status)
+            if reason is None and not self.status.is_ready:
+                reason = self.status.reason or "not ready"
+            self.standing.answered(reason)
+        if self.standing.is_dead:
+            # A host that vanished sends no reset: end what waits for it.
+            now = asyncio.get_running_loop().time()
+            for wait in self._waits:
+                wait.reschedule(now)
+        if self.standing.reason != before:
+            name = f"{self.candidate.role} engine {self.url}"
+            if self.standing.is_usable:
+                log.info("%s is ready", name)
+            else:
+                log.warning("%s is not used: %s", name, self.standing.reason)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of a request; closing the iterator early aborts it on the engine.
+
+        Raises: LegError; RequestError when the engine refuses the request itself.
+        """
+        num_tokens = len(request.prompt_token_ids) + len(request.generated)
+        self.candidate.load.add(num_tokens)
+        try:
+            async with aclosing(self._deltas(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except httpx.TransportError as error:
+            is_taken = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise self._lost(str(error) or type(error).__name__, is_taken=is_taken) from error
+        except TimeoutError as error:
+            why = "died" if self.standing.is_dead else f"sent nothing for {self._options.idle_s} s"
+            raise self._lost(why, is_taken=True) from error
+        finally:
+            self.candidate.load.remove(num_tokens)
+
+    async def _deltas(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        message = self._client.build_request(
+            "POST", f"{self.url}/internal/generate", content=encode_request(request)
+        )
+        response = await self._wait(self._client.send(message, stream=True))
+        is_over = False
+        try:
+            if response.status_code != 200:
+                raise self._refusal(response.status_code, await self._wait(response.aread()))
+            reader = FrameReader()
+            chunks = response.aiter_raw()
+            while not is_over:
+                chunk = await self._wait(_next(chunks))
+                if chunk is None:
+                    raise self._lost("ended an answer without saying why", is_taken=True)
+                for delta in reader.feed(chunk):
+                    if delta.finish_reason == "abort":
+                        raise self._lost("aborted a request", is_taken=True)
+                    is_over = delta.finish_reason is not None
+                    yield delta
+        finally:
+            if is_over:
+                with suppress(TimeoutError, httpx.TransportError):
+                    async with asyncio.timeout(_DRAIN_S):
+                        await _next(chunks)
+            await response.aclose()
+
+    async def release(self, ticket_id: str) -> None:
+        """Give a ticket back. A failure is only logged: the lease ends by itself."""
+        try:
+            async with asyncio.timeout(self._options.probe_timeout_s):
+                reply = await self._client.post(
+                    f"{self.url}/internal/release", content=ticket_id.encode()
+                )
+            reply.raise_for_status()
+        except (TimeoutError, httpx.HTTPError) as error:
+            log.warning("ticket %s was not released, its lease will end: %s", ticket_id, error)
+
+    async def fetch_tokenizer(self) -> dict[str, bytes]:
+        """The files of the engine's tokenizer. Raises TransferError."""
+        try:
+            reply = await self._client.get(f"{self.url}/internal/tokenizer")
+            reply.raise_for_status()
+            return msgspec.msgpack.decode(reply.content, type=dict[str, bytes])
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise TransferError(f"{self.url} does not hand out its tokenizer: {error}") from error
+
+    async def _wait(self, work: Awaitable[Result]) -> Result:
+        """Raises TimeoutError after `idle_s`, or once the engine is known to be dead."""
+        async with asyncio.timeout(self._options.idle_s) as wait:
+            self._waits.add(wait)
+            try:
+                return await work
+            finally:
+                self._waits.discard(wait)
+
+    def _lost(self, why: str, *, is_taken: bool) -> LegError:
+        reason = f"{self.candidate.role} engine {self.url} lost a request: {why}"
+        self.standing.lost_request(reason)
+        log.warning("%s", reason)
+        return LegError(reason, is_taken=is_taken)
+
+    def _refusal(self, status: int, content: bytes) -> LegError | RequestError:
+        error = _error(content)
+        message = str(error.get("message") or f"{self.url} answered {status}")
+        if status == 400:
+            param = error.get("param")
+            return RequestError(message, param if isinstance(param, str) else None)
+        if error.get("code") == "over_capacity":
+            return LegError(message, is_taken=False)
+        return self._lost(message, is_taken=True)
+
+
+async def _next(chunks: Any) -> bytes | None:
+    chunk: bytes | None = await anext(chunks, None)
+    return chunk
+
+
+def _error(content: bytes) -> dict[str, Any]:
+    """The error of an OpenAI-shaped body, or an empty one."""
+    with suppress(msgspec.DecodeError):
+        body = msgspec.json.decode(content)
+        if isinstance(body, dict) and isinstance(body.get("error"), dict):
+            return dict(body["error"])
+    return {}
+
+
+def _message(content: bytes) -> str:
+    return str(_error(content).get("message", "no message"))

@@ -1,0 +1,133 @@
+import httpx
+import msgspec
+import pytest
+
+from tandem.errors import CapacityError, RequestError, TransferError
+from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
+from tandem.server.wire import (
+    EngineStatus,
+    FrameReader,
+    decode_request,
+    encode_frame,
+    encode_request,
+)
+from tests.unit.server.fakes import ScriptedEngine, serving, tokens_of
+from tests.unit.tokenizers import byte_level
+
+
+@pytest.fixture(scope="module")
+def served():
+    engine = ScriptedEngine(role="prefill")
+    with serving(engine) as thread:
+        yield engine, thread.url
+
+
+@pytest.fixture
+def engine(served):
+    vars(served[0]).update(vars(ScriptedEngine(script=tokens_of("hello"), role="prefill")))
+    return served[0]
+
+
+@pytest.fixture
+def http(served, engine):
+    with httpx.Client(base_url=served[1], timeout=20) as http:
+        yield http
+
+
+def request(**changes):
+    fields = {
+        "request_id": "r",
+        "prompt_token_ids": [5, 6, 7],
+        "sampling": SamplingParams(max_tokens=4),
+    }
+    return EngineRequest(**{**fields, **changes})
+
+
+def generate(http, engine_request):
+    reply = http.post("/internal/generate", content=encode_request(engine_request))
+    assert reply.status_code == 200, reply.text
+    return FrameReader().feed(reply.content)
+
+
+def test_tokens_come_in_frames(http):
+    deltas = generate(http, request())
+    assert [t for delta in deltas for t in delta.token_ids] == tokens_of("hell")
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_held_prefill_ends_with_its_ticket_and_can_be_released(http, engine):
+    (delta,) = generate(http, request(hold=True, sampling=SamplingParams(logprobs=1)))
+    assert (delta.finish_reason, delta.token_ids) == ("hold", tokens_of("h"))
+    assert delta.ticket.num_tokens == 3
+    assert delta.ticket.first_logprob == delta.logprobs[0]
+    assert list(engine.held) == [delta.ticket.ticket_id]
+    for _ in range(2):  # twice is fine
+        reply = http.post("/internal/release", content=delta.ticket.ticket_id)
+        assert reply.status_code == 204
+    assert engine.held == {}
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (request(prompt_token_ids=[]), "has 0 tokens"),
+        (request(prompt_token_ids=[5] * 256), "expected 1..255"),
+        (request(prompt_token_ids=[330]), "token id 330"),
+        (request(generated=[-1]), "token id -1"),
+        (request(sampling=SamplingParams(n=2)), "one sequence"),
+        (request(sampling=SamplingParams(temperature=-1.0)), "temperature"),
+    ],
+)
+def test_bad_engine_request_is_refused_with_400(http, engine, bad, words):
+    reply = http.post("/internal/generate", content=encode_request(bad))
+    assert reply.status_code == 400
+    assert words in reply.json()["error"]["message"]
+    assert engine.requests == []
+
+
+def test_refusals_before_the_first_token_have_a_status(http, engine):
+    engine.refuse = CapacityError("never fits")
+    assert http.post("/internal/generate", content=encode_request(request())).status_code == 503
+    engine.refuse = RequestError("bad")
+    assert http.post("/internal/generate", content=encode_request(request())).status_code == 400
+    assert http.post("/internal/generate", content=b"\xc1 no msgpack").status_code == 400
+
+
+def test_failure_after_the_first_token_is_a_last_frame(http, engine):
+    engine.raise_after = 2
+    deltas = generate(http, request())
+    assert [t for delta in deltas for t in delta.token_ids] == tokens_of("he")
+    assert deltas[-1].finish_reason == "error"
+    assert "status -9" in deltas[-1].error
+
+
+def test_info_tells_role_readiness_and_pools(http, engine):
+    engine.not_ready = "draining"
+    status = msgspec.msgpack.decode(http.get("/internal/info").content, type=EngineStatus)
+    assert (status.info.role, status.is_ready, status.reason) == ("prefill", False, "draining")
+    assert status.stats["free_pages"] == 9
+
+
+def test_tokenizer_files_are_served(http):
+    files = msgspec.msgpack.decode(http.get("/internal/tokenizer").content)
+    assert files == byte_level().files()
+
+
+def test_frames_survive_any_cut():
+    deltas = [TokenDelta(request_id="r", token_ids=[n, n + 1]) for n in range(5)]
+    raw = b"".join(encode_frame(delta) for delta in deltas)
+    for size in (1, 3, 7, len(raw)):
+        reader = FrameReader()
+        read = [d for at in range(0, len(raw), size) for d in reader.feed(raw[at : at + size])]
+        assert read == deltas
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1"])
+def test_bytes_that_are_no_frames_are_refused(raw):
+    with pytest.raises(TransferError):
+        FrameReader().feed(raw)
+
+
+def test_request_survives_the_wire():
+    sent = request(generated=[4], sampling=SamplingParams(seed=2**64 - 1, logit_bias={3: 1.5}))
+    assert decode_request(encode_request(sent)) == sent
