@@ -13,13 +13,6 @@ constexpr int64_t kMaxWindows = 8;
 constexpr int64_t kMaxTaps = 8;
 constexpr int64_t kBlock = 128;  // channels that one task takes over a whole sequence
 
-struct Windows {
-  void* const* base;            // first byte of each window in slot 0
-  const int64_t* slot_strides;  // elements from slot to slot
-  const int64_t* channels;      // channels of each
-  int64_t count;
-};
-
 // What a task needs of the convolution, per block of up to kBlock channels, tap after tap.
 struct Taps {
   alignas(64) float weight[kMaxTaps][kBlock];
@@ -86,32 +79,34 @@ void convolve(const T* x, int64_t x_stride, T* y, int64_t y_stride, const Taps& 
   pack<W ? W - 1 : 0>(past + kMaxTaps, history, count, window);
 }
 
+// Arguments: 64 bits each, in the order of the array in conv1d/cpu.py. The windows follow them,
+// three numbers each: address in slot 0, elements from slot to slot, channels.
 struct Conv {
-  int64_t weight_dtype, x_stride, num_channels, num_taps;
+  int64_t dtype, weight_dtype;
   const void *x, *weight, *bias;  // bias may be null
   void* y;
-  Windows windows;
   const int64_t* slots;
   const int32_t* query_start;  // null: one token a row
   const bool* has_state;       // null: all rows
-  int64_t num_rows, is_silu;
+  int64_t x_stride, num_rows, num_channels, num_taps, is_silu, num_windows;
 };
 
 template <int W, typename T>
-void run(const Conv& a) {
+void run(const Conv& a, const int64_t* windows) {
   int64_t blocks_before[kMaxWindows + 1] = {0}, channels_before[kMaxWindows + 1] = {0};
-  for (int64_t i = 0; i < a.windows.count; i++) {
-    blocks_before[i + 1] = blocks_before[i] + (a.windows.channels[i] + kBlock - 1) / kBlock;
-    channels_before[i + 1] = channels_before[i] + a.windows.channels[i];
+  for (int64_t i = 0; i < a.num_windows; i++) {
+    int64_t channels = windows[3 * i + 2];
+    blocks_before[i + 1] = blocks_before[i] + (channels + kBlock - 1) / kBlock;
+    channels_before[i + 1] = channels_before[i] + channels;
   }
-  int64_t blocks = blocks_before[a.windows.count];
+  int64_t blocks = blocks_before[a.num_windows];
   int64_t num_tokens = a.query_start ? a.query_start[a.num_rows] : a.num_rows;
 #pragma omp parallel for schedule(dynamic) if (num_tokens * a.num_channels > 8192)
   for (int64_t block = 0; block < blocks; block++) {
     int64_t i = 0;
     while (block >= blocks_before[i + 1]) i++;
     int64_t inside = (block - blocks_before[i]) * kBlock, channel = channels_before[i] + inside;
-    int64_t count = std::min(kBlock, a.windows.channels[i] - inside);
+    int64_t count = std::min(kBlock, windows[3 * i + 2] - inside);
     Taps taps;
     with_dtype(a.weight_dtype, [&](auto value) {
       using U = decltype(value);
@@ -122,7 +117,7 @@ void run(const Conv& a) {
       int64_t first = a.query_start ? a.query_start[row] : row;
       int64_t last = a.query_start ? a.query_start[row + 1] : row + 1;
       if (first == last) continue;
-      T* window = (T*)a.windows.base[i] + a.slots[row] * a.windows.slot_strides[i] +
+      T* window = (T*)windows[3 * i] + a.slots[row] * windows[3 * i + 1] +
                   inside * (a.num_taps - 1);
       convolve<W>((const T*)a.x + first * a.x_stride + channel, a.x_stride,
                   (T*)a.y + first * a.num_channels + channel, a.num_channels, taps, window,
@@ -136,22 +131,16 @@ void run(const Conv& a) {
 
 // Rows are tokens query_start[row] to query_start[row + 1] of x; without query_start one token
 // each. Without has_state every window is live. y is contiguous.
-TANDEM_API void tandem_conv1d(int64_t dtype, int64_t weight_dtype, const void* x,
-                              int64_t x_stride, const void* weight, const void* bias, void* y,
-                              void* const* window_base,
-                              const int64_t* slot_strides, const int64_t* channels,
-                              int64_t num_windows, const int64_t* slots,
-                              const int32_t* query_start, const bool* has_state, int64_t num_rows,
-                              int64_t num_channels, int64_t num_taps, int64_t is_silu) {
-  Conv a{weight_dtype, x_stride, num_channels, num_taps, x,           weight,
-         bias,         y,        {window_base, slot_strides, channels, num_windows},
-         slots,        query_start, has_state, num_rows, is_silu};
-  with_dtype(dtype, [&](auto value) {
+TANDEM_API void tandem_conv1d(const int64_t* fields) {
+  Conv a;
+  std::memcpy((void*)&a, fields, sizeof(Conv));
+  const int64_t* windows = fields + sizeof(Conv) / sizeof(int64_t);
+  with_dtype(a.dtype, [&](auto value) {
     using T = decltype(value);
-    if (num_taps == 4) {
-      run<4, T>(a);
+    if (a.num_taps == 4) {
+      run<4, T>(a, windows);
     } else {
-      run<0, T>(a);
+      run<0, T>(a, windows);
     }
   });
 }

@@ -5,13 +5,15 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstddef>
 
 #include "gemm.h"
 #include "vec.h"
 
 namespace {
 
-// Arguments of both passes; strides in elements, H axis of x and y and N axis of B and C inner.
+// Arguments of both passes: 64 bits each, in the order of the array in ssd/cpu.py, then the limits.
+// Strides are in elements; the last axis of each tensor is contiguous.
 struct Ssd {
   int64_t dtype, state_dtype, dt_dtype;
   const void *x, *dt, *B, *C;
@@ -19,8 +21,14 @@ struct Ssd {
   void *state, *y;
   const int64_t* slots;
   int64_t x_token, x_head, dt_token, b_token, b_group, c_token, c_group, slot_stride;
-  int64_t num_heads, num_groups, head_dim, state_size;
+  int64_t num_heads, num_groups, head_dim, state_size, num_rows;
   float dt_min, dt_max;
+
+  Ssd(const int64_t* fields, float dt_min, float dt_max) {
+    std::memcpy((void*)this, fields, offsetof(Ssd, dt_min));
+    this->dt_min = dt_min;
+    this->dt_max = dt_max;
+  }
 
   int64_t group_of(int64_t head) const { return head / (num_heads / num_groups); }
 
@@ -81,8 +89,8 @@ void update_head(const Ssd& a, int64_t row, int64_t head, float* scratch) {
 }
 
 template <typename ST>
-void update(const Ssd& a, int64_t num_rows) {
-  int64_t tasks = num_rows * a.num_heads;
+void update(const Ssd& a) {
+  int64_t tasks = a.num_rows * a.num_heads;
   int64_t nbytes = (2 * round_up(a.state_size, kLanes) + 3 * round_up(a.head_dim, kLanes)) * 4;
   bool is_large = tasks * a.head_dim * a.state_size > 16384;
 #pragma omp parallel if (is_large)
@@ -235,8 +243,8 @@ void scan_head(const Ssd& a, const Shared& s, int64_t row, int64_t first, int64_
   }
 }
 
-void scan(const Ssd& a, const int32_t* query_start, const bool* has_state, int64_t num_rows,
-          int64_t chunk) {
+void scan(const Ssd& a, const int32_t* query_start, const bool* has_state, int64_t chunk) {
+  int64_t num_rows = a.num_rows;
   int64_t num_tokens = query_start[num_rows];
   if (num_tokens == 0) return;
   chunk = round_up(chunk, kLanes);
@@ -278,35 +286,15 @@ void scan(const Ssd& a, const int32_t* query_start, const bool* has_state, int64
 
 }  // namespace
 
-// One token a row. `scalars` are the fields of Ssd from x_token on, in that order.
-TANDEM_API void tandem_ssd_update(int64_t dtype, int64_t state_dtype, int64_t dt_dtype,
-                                  const void* x, const void* dt, const void* B, const void* C,
-                                  const float* A, const float* D, const float* dt_bias,
-                                  void* state, void* y, const int64_t* slots, int64_t x_token,
-                                  int64_t x_head, int64_t dt_token, int64_t b_token,
-                                  int64_t b_group, int64_t c_token, int64_t c_group,
-                                  int64_t slot_stride, int64_t num_heads, int64_t num_groups,
-                                  int64_t head_dim, int64_t state_size, float dt_min, float dt_max,
-                                  int64_t num_rows) {
-  Ssd a{dtype,   state_dtype, dt_dtype, x,       dt,      B,           C,         A,          D,
-        dt_bias, state,       y,        slots,   x_token, x_head,      dt_token,  b_token,    b_group,
-        c_token, c_group,     slot_stride, num_heads, num_groups, head_dim, state_size, dt_min, dt_max};
-  with_dtype(state_dtype, [&](auto held) { update<decltype(held)>(a, num_rows); });
+// One token a row.
+TANDEM_API void tandem_ssd_update(const int64_t* fields, float dt_min, float dt_max) {
+  Ssd a(fields, dt_min, dt_max);
+  with_dtype(a.state_dtype, [&](auto held) { update<decltype(held)>(a); });
 }
 
-// Packed sequences, tokens query_start[row] to query_start[row + 1] of each.
-TANDEM_API void tandem_ssd_prefill(int64_t dtype, int64_t state_dtype, int64_t dt_dtype,
-                                   const void* x, const void* dt, const void* B, const void* C,
-                                   const float* A, const float* D, const float* dt_bias,
-                                   void* state, void* y, const int64_t* slots, int64_t x_token,
-                                   int64_t x_head, int64_t dt_token, int64_t b_token,
-                                   int64_t b_group, int64_t c_token, int64_t c_group,
-                                   int64_t slot_stride, int64_t num_heads, int64_t num_groups,
-                                   int64_t head_dim, int64_t state_size, float dt_min,
-                                   float dt_max, int64_t num_rows, const int32_t* query_start,
-                                   const bool* has_state, int64_t chunk) {
-  Ssd a{dtype,   state_dtype, dt_dtype, x,       dt,      B,           C,         A,          D,
-        dt_bias, state,       y,        slots,   x_token, x_head,      dt_token,  b_token,    b_group,
-        c_token, c_group,     slot_stride, num_heads, num_groups, head_dim, state_size, dt_min, dt_max};
-  scan(a, query_start, has_state, num_rows, chunk);
+// Packed sequences: row i holds the tokens from query_start[i] to query_start[i + 1].
+TANDEM_API void tandem_ssd_prefill(const int64_t* fields, float dt_min, float dt_max,
+                                   const int32_t* query_start, const bool* has_state,
+                                   int64_t chunk) {
+  scan(Ssd(fields, dt_min, dt_max), query_start, has_state, chunk);
 }

@@ -4,6 +4,8 @@ State is updated where it lies. What the kernels do not take (a layout, a dtype,
 gradients) goes to the reference.
 """
 
+from array import array
+
 import torch
 
 from tandem.ops.native import DTYPE_CODE, load
@@ -43,8 +45,10 @@ def ssd_prefill(
     assert len(starts) == len(rows) + 1 == len(live) + 1, (starts.shape, rows.shape, live.shape)
     assert int(starts[-1]) == len(x), (starts, x.shape)
     rates, skip, bias = as_fp32(A), None if D is None else as_fp32(D), as_fp32(dt_bias)
+    fields = _fields(x, dt, rates, B, C, skip, state, rows, y, bias)
     load().tandem_ssd_prefill(
-        *_arguments(x, dt, rates, B, C, skip, state, rows, y, bias, dt_limit),
+        fields.buffer_info()[0],
+        *dt_limit,
         starts.data_ptr(),
         live.data_ptr(),
         chunk,
@@ -71,7 +75,8 @@ def ssd_update(
     rows = slots.contiguous()
     assert len(rows) == len(x), (rows.shape, x.shape)
     rates, skip, bias = as_fp32(A), None if D is None else as_fp32(D), as_fp32(dt_bias)
-    load().tandem_ssd_update(*_arguments(x, dt, rates, B, C, skip, state, rows, y, bias, dt_limit))
+    fields = _fields(x, dt, rates, B, C, skip, state, rows, y, bias)
+    load().tandem_ssd_update(fields.buffer_info()[0], *dt_limit)
     return y
 
 
@@ -90,11 +95,11 @@ def _is_addressable(
         and (head_dim == 1 or x.stride(2) == 1)
         and (state_size == 1 or (B.stride(2) == 1 and C.stride(2) == 1))
         and (num_heads == 1 or dt.stride(1) == 1)
-        and state[0].is_contiguous()
+        and state.stride()[1:] == (head_dim * state_size, state_size, 1)
     )
 
 
-def _arguments(
+def _fields(
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -105,14 +110,16 @@ def _arguments(
     slots: torch.Tensor,
     y: torch.Tensor,
     dt_bias: torch.Tensor,
-    dt_limit: tuple[float, float],
-) -> tuple[int | float | None, ...]:
-    """What both kernels take, in their order. The caller keeps the tensors alive."""
+) -> array:
+    """The fields of the kernels' argument struct, in its order. The caller keeps the tensors alive.
+
+    One array: converting thirty arguments one by one costs more than the kernel of a short row.
+    """
     _, num_heads, head_dim, state_size = state.shape
     x_token, x_head, _ = x.stride()
     b_token, b_group, _ = B.stride()
     c_token, c_group, _ = C.stride()
-    return (
+    values = (
         DTYPE_CODE[x.dtype],
         DTYPE_CODE[state.dtype],
         DTYPE_CODE[dt.dtype],
@@ -121,7 +128,7 @@ def _arguments(
         B.data_ptr(),
         C.data_ptr(),
         A.data_ptr(),
-        None if D is None else D.data_ptr(),
+        0 if D is None else D.data_ptr(),
         dt_bias.data_ptr(),
         state.data_ptr(),
         y.data_ptr(),
@@ -138,7 +145,6 @@ def _arguments(
         B.shape[1],
         head_dim,
         state_size,
-        dt_limit[0],
-        dt_limit[1],
         len(slots),
     )
+    return array("q", values)
