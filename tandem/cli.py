@@ -10,6 +10,7 @@ import typer
 
 from tandem import log as tandem_log
 from tandem.config.args import build_config, flag_parameters
+from tandem.config.engine import EngineConfig
 from tandem.errors import TandemError
 
 app = typer.Typer(
@@ -159,22 +160,59 @@ def bench_offline(
     **settings: Any,
 ) -> None:
     """Prefill and decode rates of one engine, without HTTP, beside the machine's limits."""
-    from importlib.resources import files
-
-    from rich.console import Console
-
-    from tandem.bench.offline import render, run_offline
+    from tandem.bench.offline import run_offline
 
     tandem_log.configure(log_level)
-    if model is None:
-        model = str(files("tandem.bench") / "models" / "mamba2-220m")
-        settings["load_format"] = "random"
     result = run_offline(
-        build_config(model, settings),
+        _bench_config(model, settings),
         prefill_tokens=prefill_tokens or [512],
         batches=batches or [1, 8, 32],
         num_steps=steps,
     )
+    _show_bench(result, as_json)
+
+
+@bench_app.command("pair")
+@_with_settings
+def bench_pair(
+    model: Annotated[
+        str | None, typer.Argument(help="local HF folder; default: 221.6M Mamba-2 hybrid, random")
+    ] = None,
+    prefill_tokens: Annotated[int, typer.Option(help="prompt length")] = 512,
+    batches: Annotated[list[int] | None, typer.Option(help="decode batches")] = None,
+    steps: Annotated[int, typer.Option(help="decode steps timed at each batch")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    log_level: LogLevel = "WARNING",
+    **settings: Any,
+) -> None:
+    """Rates of a prefill and a decode engine on this machine, one thread each by default."""
+    from tandem.bench.pair import run_pair
+
+    tandem_log.configure(log_level)
+    result = run_pair(
+        _bench_config(model, settings),
+        prefill_tokens=prefill_tokens,
+        batches=batches or [1, 8, 32],
+        num_steps=steps,
+    )
+    _show_bench(result, as_json)
+
+
+def _bench_config(model: str | None, settings: dict[str, Any]) -> EngineConfig:
+    """The model that was named, or the one whose figures docs/performance.md has."""
+    from importlib.resources import files
+
+    if model is None:
+        model = str(files("tandem.bench") / "models" / "mamba2-220m")
+        settings = {**settings, "load_format": "random"}
+    return build_config(model, settings)
+
+
+def _show_bench(result: dict[str, Any], as_json: bool) -> None:
+    from rich.console import Console
+
+    from tandem.bench.offline import render
+
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.limits import (
+    Machine,
     Work,
     count_work,
     decode_floor_s,
@@ -20,6 +21,7 @@ from tandem.bench.limits import (
     prefill_floor_s,
 )
 from tandem.config.engine import EngineConfig
+from tandem.config.model import ModelConfig
 from tandem.engine.engine import EngineCore
 from tandem.runner.worker import model_config, num_threads
 from tandem.scheduler.request import EngineRequest, SamplingParams
@@ -70,6 +72,13 @@ def run_offline(
         ]
     finally:
         core.close()
+    return rows_as_json(model, threads, machine, rows)
+
+
+def rows_as_json(
+    model: ModelConfig, threads: int, machine: Machine, rows: list[Row]
+) -> dict[str, Any]:
+    """What `--json` prints and `render` draws."""
     return {
         "model": model.name,
         "dtype": model.dtype,
@@ -92,19 +101,21 @@ def run_offline(
     }
 
 
-class _Driver:
-    """Requests of random tokens; random because equal ones would hit caches that real ones miss."""
+def random_prompt(seed: int, num_tokens: int, vocab_size: int) -> list[int]:
+    """Random because equal tokens would hit caches that real ones miss."""
+    generator = random.Random(seed)
+    return [generator.randrange(vocab_size) for _ in range(num_tokens)]
 
+
+class _Driver:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._random = random.Random(0)
         self._count = 0
 
     def add(self, num_tokens: int, max_tokens: int) -> None:
-        vocab_size = self._core.info.vocab_size
         self._count += 1
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        prompt = [self._random.randrange(vocab_size) for _ in range(num_tokens)]
+        prompt = random_prompt(self._count, num_tokens, self._core.info.vocab_size)
         self._core.add(
             EngineRequest(
                 request_id=f"bench-{self._count}", prompt_token_ids=prompt, sampling=sampling
@@ -116,7 +127,7 @@ class _Driver:
             self._core.step()
 
 
-def _prefill(core: EngineCore, work: Work, machine: Any, length: int, num_rounds: int) -> Row:
+def _prefill(core: EngineCore, work: Work, machine: Machine, length: int, num_rounds: int) -> Row:
     driver = _Driver(core)
     times = []
     for index in range(num_rounds + 1):
@@ -130,7 +141,7 @@ def _prefill(core: EngineCore, work: Work, machine: Any, length: int, num_rounds
     return Row(f"prefill {length}", length / seconds, length / floor, seconds * 1e3)
 
 
-def _decode(core: EngineCore, work: Work, machine: Any, batch: int, num_steps: int) -> Row:
+def _decode(core: EngineCore, work: Work, machine: Machine, batch: int, num_steps: int) -> Row:
     driver = _Driver(core)
     for _ in range(batch):
         driver.add(_PROMPT_TOKENS, num_steps + 4)
