@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tandem.server.listen import bind
 from tests.docs.markdown import ROOT, Block
 
+_GRACE_S = 10.0  # for processes that a block has left, to end their own children
 _PORT = re.compile(r"(?<=--port )\d+")
 
 
@@ -78,10 +79,22 @@ def _environment() -> dict[str, str]:
 
 def _end_group(process: subprocess.Popen[bytes]) -> bool:
     """End what is left of a block; True if nothing was."""
-    for attempt, number in enumerate((signal.SIGTERM, signal.SIGKILL)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return attempt == 0
-        time.sleep(5.0 if number == signal.SIGTERM else 0.0)
+    if not _signal_group(process, signal.SIGTERM):
+        return True
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline:
+        process.poll()  # a leader that has ended counts until it is reaped
+        if not _signal_group(process, 0):
+            return False
+        time.sleep(0.05)
+    _signal_group(process, signal.SIGKILL)
     return False
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
+    """False if no process of the group is left."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
