@@ -8,7 +8,7 @@ from tandem.ops.rotary import reference
 
 
 def use_native(monkeypatch, module):
-    monkeypatch.setattr(dispatch, "_native_module", lambda op: module)
+    monkeypatch.setattr(dispatch, "_native_module", lambda op, path: module)
     monkeypatch.delenv("TANDEM_NATIVE", raising=False)
 
 

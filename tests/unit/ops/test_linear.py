@@ -8,14 +8,6 @@ from tandem.ops.linear import PackedLinear
 ATOL = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-@pytest.fixture(params=[1, 2])
-def num_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def _weight(num_outputs, num_inputs, dtype=torch.bfloat16, seed=0):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5

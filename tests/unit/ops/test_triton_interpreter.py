@@ -1,0 +1,81 @@
+"""The Triton kernels on Triton's interpreter, small cases in fp32: its bf16 products are wrong.
+
+Runs where Triton is installed and no GPU is; tests/gpu has the real cases.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
+
+from tandem.ops.activation import triton as activation
+from tandem.ops.attention import triton as attention
+from tandem.ops.conv1d import triton as conv1d
+from tandem.ops.experts import triton as experts
+from tandem.ops.norm import triton as norm
+from tandem.ops.ssd import triton as ssd
+from tests.gpu import cases
+
+SMALL = {"dtype": torch.float32, "heads": 2, "groups": 1, "head_dim": 5, "state_size": 7}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "has_state"), [([5, 0, 20], [True, True, False]), ([33], [True]), ([1], [False])]
+)
+def test_ssd_prefill(lengths, has_state):
+    cases.check_ssd_prefill(ssd, "cpu", lengths, has_state, **SMALL)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_ssd_update(rows):
+    cases.check_ssd_update(ssd, "cpu", rows, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "has_state"),
+    [
+        ([5, 0, 40], [True, True, False]),
+        ([1, 2, 1], [True, False, False]),
+        ([1, 1, 1], None),
+    ],
+)
+@pytest.mark.parametrize("taps", [2, 4])
+def test_conv1d(lengths, has_state, taps):
+    cases.check_conv1d(conv1d, "cpu", lengths, has_state, dtype=torch.float32, taps=taps)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "num_decode"),
+    [([1, 1], [150, 3], 2), ([1, 5, 0, 17], [9, 5, 20, 40], 1), ([20], [70], 0)],
+)
+def test_attention(lengths, contexts, num_decode):
+    cases.check_attention(
+        attention, "cpu", lengths, contexts, num_decode, dtype=torch.float32, heads=6, head_dim=12
+    )
+
+
+def test_norms():
+    cases.check_norms(norm, "cpu", 3, 48, torch.float32)
+    cases.check_gated_norm(norm, "cpu", 3, 3, 20, torch.float32)
+
+
+def test_activations():
+    cases.check_activations(activation, "cpu", 3, 24, torch.float32)
+
+
+def test_routing():
+    cases.check_routing(experts, "cpu", 5, 12, 3, True)
+
+
+@pytest.mark.parametrize("kind", ["relu2", "silu_gated"])
+def test_experts(kind):
+    cases.check_experts(
+        experts, "cpu", 9, kind, dtype=torch.float32, num_experts=4, hidden=24, inner=20, top_k=2
+    )
