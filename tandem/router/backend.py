@@ -27,6 +27,8 @@ from tandem.state.ticket import Ticket
 log = get_logger(__name__)
 
 _WAIT_REPORT_S = 10.0
+# Below the engines' own limit (uvicorn's is 5 s): a request must not meet a closing connection.
+_KEEPALIVE_S = 2.0
 _WAIT_POLL_S = 0.05
 
 
@@ -72,7 +74,9 @@ class PairBackend:
         if self._client is not None:
             return
         timeout = httpx.Timeout(None, connect=self._options.connect_s)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S
+        )
         # trust_env=False: engines are inside; a proxy from the environment is for the outside.
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
         for role, urls in self._urls.items():
@@ -91,7 +95,7 @@ class PairBackend:
             await self._client.aclose()
 
     async def wait_until_ready(self) -> None:
-        """Wait for one prefill and one decode engine, for as long as it takes; says so in the log."""
+        """Wait for one prefill and one decode engine, however long; the log says what for."""
         loop = asyncio.get_running_loop()
         next_report = loop.time() + _WAIT_REPORT_S
         while (health := await self.health()).reason is not None:
@@ -222,9 +226,9 @@ class PairBackend:
     async def stats(self) -> dict[str, Any]:
         """The router's numbers, and under `engines` one table an engine, as of now."""
         links = self._all_links()
-        await asyncio.gather(*(link.probe() for link in links))
+        tables = await asyncio.gather(*(link.fetch_stats() for link in links))
         engines: dict[str, Any] = {}
-        for link in links:
+        for link, table in zip(links, tables, strict=True):
             load = link.candidate.load
             engines[link.url] = {
                 "role": link.candidate.role,
@@ -232,7 +236,7 @@ class PairBackend:
                 "is_ready": link.standing.is_usable,
                 "num_requests": load.num_requests,
                 "num_tokens": load.num_tokens,
-                **(link.status.stats if link.status is not None else {}),
+                **table,
             }
         return {
             "num_prefill_ready": len(self._usable("prefill")),
@@ -257,7 +261,7 @@ class PairBackend:
                 return f"its role is {info.role}; expected {role}"
             if self._model is None:
                 self._model = info
-            for name in ("name", "vocab_size", "eos_token_ids"):
+            for name in ("vocab_size", "eos_token_ids"):
                 ours, theirs = getattr(self._model, name), getattr(info, name)
                 if ours != theirs:
                     return f"its model has {name}={theirs!r}; the other engines have {ours!r}"

@@ -20,6 +20,8 @@ Result = TypeVar("Result")
 
 # How long a finished reply may take to close, so that its connection can be used again.
 _DRAIN_S = 0.5
+# An engine answers between two steps, and a step of a long prefill takes its time.
+_STATS_S = 5.0
 
 
 class LegError(TransferError):
@@ -135,7 +137,7 @@ class EngineLink:
                     raise self._lost("ended an answer without saying why", is_taken=True)
                 for delta in reader.feed(chunk):
                     if delta.finish_reason == "abort":
-                        raise self._lost("aborted a request", is_taken=True)
+                        raise self._lost(delta.error or "aborted it", is_taken=True)
                     is_over = delta.finish_reason is not None
                     yield delta
         finally:
@@ -155,6 +157,17 @@ class EngineLink:
             reply.raise_for_status()
         except (TimeoutError, httpx.HTTPError) as error:
             log.warning("ticket %s was not released, its lease will end: %s", ticket_id, error)
+
+    async def fetch_stats(self) -> dict[str, Any]:
+        """The engine's pools and counters now; empty when it does not tell them in time."""
+        try:
+            async with asyncio.timeout(_STATS_S):
+                reply = await self._client.get(f"{self.url}/debug/pools")
+            reply.raise_for_status()
+            return msgspec.json.decode(reply.content, type=dict[str, Any])
+        except (TimeoutError, httpx.HTTPError, msgspec.DecodeError) as error:
+            log.info("%s tells no numbers: %s", self.url, error or type(error).__name__)
+            return {}
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
         """The files of the engine's tokenizer. Raises TransferError."""
@@ -186,9 +199,10 @@ class EngineLink:
         if status == 400:
             param = error.get("param")
             return RequestError(message, param if isinstance(param, str) else None)
-        if error.get("code") == "over_capacity":
-            return LegError(message, is_taken=False)
-        return self._lost(message, is_taken=True)
+        if error.get("code") == "engine_unavailable":
+            return self._lost(message, is_taken=True)
+        # The engine goes on without this request; others there are not touched.
+        return LegError(message, is_taken=error.get("code") != "over_capacity")
 
 
 async def _next(chunks: Any) -> bytes | None:

@@ -49,7 +49,7 @@ class Backend(Protocol):
         """Deltas of one sequence, the last with a finish reason. Closing it early aborts it.
 
         Raises: RequestError or CapacityError when refused, EngineDeadError or TransferError when
-        the engine is lost; after the first delta a failure is a delta that finishes with "error".
+        the engine is lost. A failure of this request alone is a delta that finishes with "error".
         """
         ...
 

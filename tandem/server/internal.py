@@ -57,7 +57,7 @@ def internal_routes(backend: Backend, tokenizer: Tokenizer) -> APIRouter:
     @router.get("/info", response_model=None)
     async def info() -> Response:
         health = await backend.health()
-        status = EngineStatus(backend.info, health.is_ready, health.reason, await backend.stats())
+        status = EngineStatus(backend.info, health.is_ready, health.reason)
         return Response(msgspec.msgpack.encode(status), media_type=_MSGPACK)
 
     @router.get("/tokenizer", response_model=None)
@@ -95,7 +95,8 @@ async def _first(deltas: AsyncGenerator[TokenDelta, None]) -> TokenDelta:
 async def _frames(
     request: EngineRequest, first: TokenDelta, deltas: AsyncGenerator[TokenDelta, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Frames after the first; a failure becomes a last frame."""
+    """Frames after the first; a failure becomes a last frame: "abort" when the engine is lost and
+    another may go on, "error" when the request failed."""
     async with aclosing(deltas):
         if first.finish_reason is not None:
             return
@@ -106,12 +107,13 @@ async def _frames(
                     return
         except Exception as error:  # headers are out: a frame is the only way to tell
             message = str(as_api_error(error))
+            is_lost = isinstance(error, EngineDeadError)
             log.warning("request %s failed: %s", request.request_id, message)
             yield encode_frame(
                 TokenDelta(
                     request_id=request.request_id,
                     token_ids=[],
-                    finish_reason="error",
+                    finish_reason="abort" if is_lost else "error",
                     error=message,
                 )
             )

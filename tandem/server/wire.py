@@ -4,8 +4,6 @@
 big-endian, then a TokenDelta. All of it is msgpack.
 """
 
-from typing import Any
-
 import msgspec
 
 from tandem.errors import RequestError, TransferError
@@ -21,12 +19,11 @@ _request_decoder = msgspec.msgpack.Decoder(EngineRequest)
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """What a router's probe learns of an engine."""
+    """What a router's probe learns of an engine. Nothing here waits for a step to end."""
 
     info: ModelInfo
     is_ready: bool
     reason: str | None
-    stats: dict[str, Any]
 
 
 def encode_request(request: EngineRequest) -> bytes:

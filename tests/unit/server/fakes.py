@@ -177,22 +177,30 @@ class ScriptedEngine:
 
 
 class ServerThread:
-    """An application on a free port, in a thread with an event loop of its own."""
+    """An application on a free port, in a thread with an event loop of its own.
 
-    def __init__(self, app, port=0):
+    `make_app` is awaited in that loop.
+    """
+
+    def __init__(self, make_app, port=0):
+        self._make_app = make_app
+        self._server = None
         self._listener = bind("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = server(app)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        while not self._server.started and self._thread.is_alive():
+        while self._thread.is_alive() and not (self._server and self._server.started):
             self._thread.join(0.005)
         assert self._server.started
 
     def _run(self):
         with contextlib.closing(self._listener):
-            asyncio.run(self._server.serve(sockets=[self._listener]))
+            asyncio.run(self._serve())
+
+    async def _serve(self):
+        self._server = server(await self._make_app())
+        await self._server.serve(sockets=[self._listener])
 
     def stop(self, *, at_once=False):
         """`at_once` cuts open connections, as when a process dies."""
@@ -204,7 +212,10 @@ class ServerThread:
 
 @contextlib.contextmanager
 def serving(backend):
-    thread = ServerThread(create_app(backend, byte_level()))
+    async def make_app():
+        return create_app(backend, byte_level())
+
+    thread = ServerThread(make_app)
     try:
         yield thread
     finally:
