@@ -48,10 +48,11 @@ def build_library(cache_dir: Path | None = None, march: str = "native") -> Path:
 
     Raises: NativeBuildError when there is no compiler or it fails.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    name = os.environ.get("CXX", "g++")
+    compiler = shutil.which(name)
     if compiler is None:
         raise NativeBuildError(
-            "no C++ compiler: 'g++' is not on the PATH; install it or set CXX to one"
+            f"no C++ compiler: {name!r} is not on the PATH; install it or set CXX to another"
         )
     sources = sorted(_FOLDER.glob("*.cpp"))
     openmp = _loaded_openmp()
