@@ -5,7 +5,7 @@ Arithmetic is fp32 and rounds once at the end.
 
 import torch
 
-from tandem.ops.native import DTYPE_CODE, load
+from tandem.ops.native import DTYPE_CODE, kernels
 from tandem.ops.native.arguments import as_rows, is_plain
 
 
@@ -18,7 +18,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     """See `reference.relu2`."""
     values = x.contiguous()
     out = x.new_empty(x.shape)
-    load().tandem_relu2(DTYPE_CODE[x.dtype], values.data_ptr(), out.data_ptr(), x.numel())
+    kernels().tandem_relu2(DTYPE_CODE[x.dtype], values.data_ptr(), out.data_ptr(), x.numel())
     return out
 
 
@@ -27,7 +27,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, stride = as_rows(gate_up)
     num_channels = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], num_channels))
-    load().tandem_silu_mul(
+    kernels().tandem_silu_mul(
         DTYPE_CODE[gate_up.dtype],
         rows.data_ptr(),
         stride,

@@ -4,7 +4,7 @@ stated. Rows of one token read their pages in place; longer ones gather them onc
 import torch
 
 from tandem.ops.attention import reference
-from tandem.ops.native import DTYPE_CODE, load
+from tandem.ops.native import DTYPE_CODE, kernels
 from tandem.ops.native.arguments import is_plain
 
 
@@ -29,7 +29,7 @@ def write_kv(
     _, num_kv_heads, _, page_tokens, head_dim = kv.shape
     pages, offsets = token_pages.contiguous(), token_offsets.contiguous()
     assert pages.dtype is offsets.dtype is torch.int64, (pages.dtype, offsets.dtype)
-    load().tandem_write_kv(
+    kernels().tandem_write_kv(
         kv.element_size(),
         k.data_ptr(),
         v.data_ptr(),
@@ -95,7 +95,7 @@ def _decode(
 ) -> None:
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, _, page_tokens, _ = kv.shape
-    load().tandem_attention_decode(
+    kernels().tandem_attention_decode(
         DTYPE_CODE[q.dtype],
         DTYPE_CODE[kv.dtype],
         q.data_ptr(),

@@ -8,7 +8,7 @@ import torch
 
 from tandem.errors import ShapeError
 from tandem.ops.conv1d import reference
-from tandem.ops.native import DTYPE_CODE, load
+from tandem.ops.native import DTYPE_CODE, kernels
 from tandem.ops.native.arguments import is_plain
 
 # The kernel keeps its tables on the stack.
@@ -117,5 +117,5 @@ def _run(
     )
     for window in windows:
         fields.extend((window.data_ptr(), window.stride(0), window.shape[1]))
-    load().tandem_conv1d(fields.buffer_info()[0])
+    kernels().tandem_conv1d(fields.buffer_info()[0])
     return y

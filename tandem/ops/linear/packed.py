@@ -1,5 +1,7 @@
 """One linear layer over weights that no longer change."""
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
 
@@ -44,6 +46,7 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] → [..., N] in x.dtype, which is the dtype of the weight."""
         if self._packed is None:
+            assert self._weight is not None
             return F.linear(x, self._weight, self._bias)
         if x.dtype is not torch.bfloat16 or x.shape[-1] != self.num_inputs:
             raise ShapeError(
@@ -69,6 +72,7 @@ class PackedLinear:
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, for an embedding tied to this layer: int64 [...] → [..., K]."""
         if self._packed is None:
+            assert self._weight is not None
             return F.embedding(ids, self._weight)
         rows = ids.reshape(-1).to(torch.int64)
         # An id outside would read memory of somebody else.
@@ -83,7 +87,7 @@ class PackedLinear:
         )
         return out.view(*ids.shape, self.num_inputs)
 
-    def _pack(self, weight: torch.Tensor, library) -> None:
+    def _pack(self, weight: torch.Tensor, library: ctypes.CDLL) -> None:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         numel = library.tandem_linear_packed_numel(self.num_outputs, self.num_inputs)
         # Aligned to a huge page where it is long, to a line of the cache otherwise.

@@ -5,6 +5,6 @@
 """
 
 from tandem.ops.native.build import NativeBuildError, build_library
-from tandem.ops.native.library import DTYPE_CODE, load, open_library
+from tandem.ops.native.library import DTYPE_CODE, kernels, load, open_library
 
-__all__ = ["DTYPE_CODE", "NativeBuildError", "build_library", "load", "open_library"]
+__all__ = ["DTYPE_CODE", "NativeBuildError", "build_library", "kernels", "load", "open_library"]

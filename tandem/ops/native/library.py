@@ -48,6 +48,13 @@ def load() -> ctypes.CDLL | None:
         return None
 
 
+def kernels() -> ctypes.CDLL:
+    """The library, for code that runs only where `load` has found it."""
+    library = load()
+    assert library is not None, "a native path was chosen without its library"
+    return library
+
+
 def open_library(path: str) -> ctypes.CDLL:
     """The library at `path` with the signatures of its functions declared; raises OSError."""
     library = ctypes.CDLL(path, mode=os.RTLD_LOCAL | os.RTLD_NOW)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.ops.native import DTYPE_CODE, load
+from tandem.ops.native import DTYPE_CODE, kernels
 from tandem.ops.native.arguments import as_rows, is_plain
 from tandem.ops.norm import reference
 
@@ -20,7 +20,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return reference.rms_norm(x, weight, eps)
     rows, stride = as_rows(x)
     out = x.new_empty(x.shape)
-    load().tandem_rms_norm(
+    kernels().tandem_rms_norm(
         DTYPE_CODE[x.dtype],
         DTYPE_CODE[weight.dtype],
         rows.data_ptr(),
@@ -47,7 +47,7 @@ def add_rms_norm(
     others, other_stride = as_rows(residual)
     out = x.new_empty(x.shape)
     total = x.new_empty(x.shape)
-    load().tandem_rms_norm(
+    kernels().tandem_rms_norm(
         DTYPE_CODE[x.dtype],
         DTYPE_CODE[weight.dtype],
         rows.data_ptr(),
@@ -83,7 +83,7 @@ def gated_rms_norm(
     rows, stride = as_rows(y)
     gates, gate_stride = as_rows(gate)
     out = y.new_empty(y.shape)
-    load().tandem_gated_rms_norm(
+    kernels().tandem_gated_rms_norm(
         DTYPE_CODE[y.dtype],
         DTYPE_CODE[weight.dtype],
         rows.data_ptr(),

@@ -8,7 +8,7 @@ from array import array
 
 import torch
 
-from tandem.ops.native import DTYPE_CODE, load
+from tandem.ops.native import DTYPE_CODE, kernels
 from tandem.ops.native.arguments import as_fp32, is_plain
 from tandem.ops.ssd import reference
 
@@ -46,7 +46,7 @@ def ssd_prefill(
     assert int(starts[-1]) == len(x), (starts, x.shape)
     rates, skip, bias = as_fp32(A), None if D is None else as_fp32(D), as_fp32(dt_bias)
     fields = _fields(x, dt, rates, B, C, skip, state, rows, y, bias)
-    load().tandem_ssd_prefill(
+    kernels().tandem_ssd_prefill(
         fields.buffer_info()[0],
         *dt_limit,
         starts.data_ptr(),
@@ -76,7 +76,7 @@ def ssd_update(
     assert len(rows) == len(x), (rows.shape, x.shape)
     rates, skip, bias = as_fp32(A), None if D is None else as_fp32(D), as_fp32(dt_bias)
     fields = _fields(x, dt, rates, B, C, skip, state, rows, y, bias)
-    load().tandem_ssd_update(fields.buffer_info()[0], *dt_limit)
+    kernels().tandem_ssd_update(fields.buffer_info()[0], *dt_limit)
     return y
 
 
