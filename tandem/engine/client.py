@@ -117,11 +117,12 @@ class EngineClient:
                 self._not_ready = None
                 if not ready.done():
                     ready.set_result(message)
-            else:
+            elif ready.done():
                 self._fail(message.error())
-                if not ready.done():
-                    ready.set_exception(message.error())
-                    return
+            else:
+                self._dead = message.error()  # whoever waits for the start reports it
+                ready.set_exception(self._dead)
+                return
 
     def _put(self, request_id: str, item: TokenDelta | TandemError) -> None:
         queue = self._queues.get(request_id)

@@ -40,6 +40,7 @@ _MAX_FAILED_STEPS = 3
 _MAX_IDLE_S = 60.0
 # Memory in quarantine for longer than this makes the engine not-ready: it should be restarted.
 _MAX_QUARANTINE_S = 60.0
+_END_QUARANTINE_S = 300.0
 
 
 class EngineCore:
@@ -184,6 +185,8 @@ class EngineCore:
         self._can_run = True
         if built.state is RequestState.FINISHED:
             self._give_back(request.ticket)  # the ticket's first token ended it
+        elif request.ticket is not None and self._reads is not None:
+            self._reads.open(request.request_id, request.ticket)
 
     def _give_back(self, ticket: Ticket | None) -> None:
         if self._client is not None and ticket is not None:
@@ -197,15 +200,12 @@ class EngineCore:
 
     def _let_go(self, request: Request) -> None:
         """An ended request's read, if it has one, must not be waited for by anyone."""
-        if self._reads is not None and self._reads.is_reading(request.request_id):
-            if self._reads.abandon(request.request_id):
-                self._cache.drained(request.request_id)
-        elif request.ticket is not None:
-            # Reserved by the scheduler, but its read was never started: nothing can arrive.
-            # (Without a ticket, what is in quarantine belongs to an earlier read that drains.)
-            if self._cache.is_quarantined(request.request_id):
-                self._cache.drained(request.request_id)
-            self._give_back(request.ticket)
+        request_id = request.request_id
+        if self._reads is None or not self._reads.is_reading(request_id):
+            return
+        # Not quiet: what was reserved stays in quarantine until the read has drained.
+        if self._reads.abandon(request_id) and self._cache.is_quarantined(request_id):
+            self._cache.drained(request_id)
 
     def release_ticket(self, ticket_id: str) -> None:
         """Give back a held prefill that nobody will read."""
@@ -252,7 +252,7 @@ class EngineCore:
             assert request.ticket is not None
             state = self._cache.state(request.request_id)
             num_pages = self._cache.pages_for(request.ticket.num_tokens)
-            reads.start(request.request_id, request.ticket, state.pages[:num_pages], state.slot)
+            reads.start(request.request_id, state.pages[:num_pages], state.slot)
         for outcome in reads.advance():
             if outcome.is_ready:
                 self._scheduler.on_read_ready(outcome.request_id)
@@ -301,6 +301,9 @@ class EngineCore:
         waited_s = now - self._quarantine_since
         if waited_s < _MAX_QUARANTINE_S:
             return None
+        if waited_s > _END_QUARANTINE_S:
+            # Only the end of this process makes its memory safe; a supervisor starts a new one.
+            raise EngineDeadError(f"{quarantined} given-up reads have not drained; restart")
         return f"memory of {quarantined} given-up reads has not drained for {waited_s:.0f} s"
 
     def stats(self) -> dict[str, float]:

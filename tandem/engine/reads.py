@@ -5,6 +5,7 @@ every rank. A read that is given up may still receive bytes: its memory is repor
 when every rank's transfer has ended. It owns no memory and decides nothing about requests.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +13,13 @@ from dataclasses import dataclass, field
 from tandem.engine.executor import Executor
 from tandem.log import get_logger
 from tandem.state.ticket import Ticket
+from tandem.transfer.layout import PeerInfo
 from tandem.transfer.reader import ReadCommand, ReadEvent
 from tandem.transfer.ticket_client import TicketClient
 
 log = get_logger(__name__)
+
+_DEATH_CHECK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,13 @@ class ReadOutcome:
 @dataclass
 class _Read:
     ticket: Ticket
-    pages: list[int]
-    slot: int | None
-    deadline: float
-    started: float
+    peer: PeerInfo | None = None  # once the ticket is open
+    pages: list[int] | None = None  # once memory is reserved
+    slot: int | None = None
+    started: float = 0.0
+    deadline: float = math.inf
     is_posted: bool = False
     is_given_up: bool = False
-    peer: tuple[str, str] | None = None
     ended_ranks: set[int] = field(default_factory=set)
     error: str | None = None
     nbytes: int = 0
@@ -72,7 +76,8 @@ class ReadDesk:
         executor: posts reads on ranks.
         num_ranks: every one of them reads its own share.
         slot_nbytes: what a slot holds on each rank, for the totals.
-        deadline_s: a read that takes longer is given up.
+        deadline_s: a read that takes longer is given up (opening a ticket has the same limit of
+            its own, in the client).
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class ReadDesk:
         self._deadline_s = deadline_s
         self._slot_nbytes = slot_nbytes
         self._clock = clock
+        self._next_look = 0.0
         self._reads: dict[str, _Read] = {}
         self._draining: dict[str, _Read] = {}
         self.totals = ReadTotals()
@@ -105,11 +111,15 @@ class ReadDesk:
     def is_reading(self, request_id: str) -> bool:
         return request_id in self._reads
 
-    def start(self, request_id: str, ticket: Ticket, pages: list[int], slot: int | None) -> None:
-        """Begin to read into pages and slot, which stay reserved until an outcome says so."""
-        now = self._clock()
-        self._reads[request_id] = _Read(ticket, pages, slot, now + self._deadline_s, now)
+    def open(self, request_id: str, ticket: Ticket) -> None:
+        """Meet the ticket's engine and keep its lease from now on, memory or not."""
+        self._reads[request_id] = _Read(ticket)
         self._client.open(request_id, ticket)
+
+    def start(self, request_id: str, pages: list[int], slot: int | None) -> None:
+        """Read into pages and slot, which stay reserved until an outcome says so."""
+        read = self._reads[request_id]
+        read.pages, read.slot, read.started = pages, slot, self._clock()
 
     def abandon(self, request_id: str) -> bool:
         """The request is over. True if its memory is quiet now; else drained() tells later."""
@@ -136,28 +146,47 @@ class ReadDesk:
                 # "failed": never posted. "lost": bytes read under an ended lease are not used.
                 outcomes.append(self._fail(opened.request_id, opened.error or opened.status))
                 continue
-            read.peer = opened.peer.key
-            command = ReadCommand(
-                request_id=opened.request_id,
-                peer=opened.peer.key,
-                src_pages=read.ticket.pages,
-                src_slot=read.ticket.slot,
-                dst_pages=tuple(read.pages),
-                dst_slot=read.slot,
-                num_tokens=read.ticket.num_tokens,
-            )
-            read.is_posted = True
-            self._executor.post_read(opened.peer, command)
+            read.peer = opened.peer
+        for request_id, read in self._reads.items():
+            if read.peer is not None and read.pages is not None and not read.is_posted:
+                self._post(request_id, read, read.peer, read.pages)
         if any(read.is_posted for read in self._reads.values()) or self._draining:
             for rank, event in self._executor.poll_reads():
                 outcome = self._on_event(rank, event)
                 if outcome is not None:
                     outcomes.append(outcome)
+        return outcomes + self._end_hopeless()
+
+    def _post(self, request_id: str, read: _Read, peer: PeerInfo, pages: list[int]) -> None:
+        command = ReadCommand(
+            request_id=request_id,
+            peer=peer.key,
+            src_pages=read.ticket.pages,
+            src_slot=read.ticket.slot,
+            dst_pages=tuple(pages),
+            dst_slot=read.slot,
+            num_tokens=read.ticket.num_tokens,
+        )
+        read.is_posted = True
+        read.deadline = self._clock() + self._deadline_s
+        self._executor.post_read(peer, command)
+
+    def _end_hopeless(self) -> list[ReadOutcome]:
+        """Give up what is past its deadline, and what a peer that is proven dead will not send."""
+        outcomes = []
         now = self._clock()
+        is_time_to_look = now >= self._next_look
+        if is_time_to_look:
+            self._next_look = now + _DEATH_CHECK_S
         for request_id, read in list(self._reads.items()):
+            ticket = read.ticket
             if now >= read.deadline:
-                seconds = self._deadline_s
-                outcomes.append(self._fail(request_id, f"no state within {seconds:g} s"))
+                error = f"no state within {self._deadline_s:g} s"
+            elif is_time_to_look and self._client.is_peer_dead(ticket.engine_id, ticket.generation):
+                error = f"engine {ticket.engine_id} has ended"
+            else:
+                continue
+            outcomes.append(self._fail(request_id, error))
         return outcomes
 
     def _on_event(self, rank: int, event: ReadEvent) -> ReadOutcome | None:
@@ -166,7 +195,7 @@ class ReadDesk:
             return None
         read.ended_ranks.add(rank)
         if event.is_peer_lost and read.peer is not None:
-            self._client.drop_peer(read.peer)
+            self._client.drop_peer(read.peer.key)
         read.nbytes += event.nbytes
         read.num_descriptors += event.num_descriptors
         read.read_s = max(read.read_s, event.seconds)

@@ -73,6 +73,13 @@ def pair_configs(
         raise ConfigError(
             f"prefill={num_prefill} and decode={num_decode}; expected at least 1 of each"
         )
+    for name, value, default, instead in (
+        ("tp", config.parallel.tp, 1, "--prefill-tp and --decode-tp"),
+        ("role", config.transfer.role, "colocated", "--prefill and --decode alone"),
+        ("side_channel_port", config.transfer.side_channel_port, 0, "the default, any free port"),
+    ):
+        if value != default:
+            raise ConfigError(f"{name}={value} has no meaning for a pair; use {instead}")
     num_ranks = num_prefill * prefill_tp + num_decode * decode_tp
     # Two engines whose threads outnumber the cores halve each other's speed (docs/performance.md).
     threads = config.parallel.threads or max(1, (os.cpu_count() or 1) // num_ranks)

@@ -10,6 +10,8 @@ from tandem.config.model import ModelConfig, load_model_config
 from tandem.layers.parallel import ProcessGroup, SingleRank, TensorParallel
 from tandem.log import get_logger
 from tandem.models.registry import load_model
+from tandem.ops import native
+from tandem.ops.dispatch import is_native_enabled
 from tandem.runner.inputs import InputBuilder
 from tandem.runner.memory import Arena, build_arena
 from tandem.runner.model_runner import ModelRunner
@@ -61,6 +63,8 @@ class Worker:
         self._device = (
             torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         )
+        if not has_cuda and is_native_enabled():
+            native.load()  # compiles once per machine: no request shall wait for that
         model = model_config(config)
         spec = build_state_spec(model, tp=tp, rank=rank, page_tokens=config.cache.page_tokens)
         geometry = build_geometry(
@@ -92,9 +96,6 @@ class Worker:
         self._runner = ModelRunner(loaded, self._arena, inputs, rank)
         self._source: RankSource | None = None
         self._reader: RankReader | None = None
-        # Peers that the reader has met, and the peer of each read, to meet a lost one anew.
-        self._met: set[tuple[str, str]] = set()
-        self._peer_of_read: dict[str, tuple[str, str]] = {}
         if config.transfer.role != "colocated":
             self._start_transfer(config.transfer.role, f"{engine_id}-rank{rank}")
 
@@ -127,10 +128,7 @@ class Worker:
     def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
         """Start a read on the transfer thread, which meets the peer first if it has not."""
         assert self._reader is not None
-        if peer.key not in self._met:
-            self._met.add(peer.key)
-            self._reader.add_peer(peer)
-        self._peer_of_read[command.request_id] = peer.key
+        self._reader.add_peer(peer)
         self._reader.post(command)
 
     def give_up_read(self, request_id: str) -> None:
@@ -138,12 +136,7 @@ class Worker:
         self._reader.give_up(request_id)
 
     def poll_reads(self) -> list[ReadEvent]:
-        events = self._reader.poll() if self._reader is not None else []
-        for event in events:
-            peer = self._peer_of_read.pop(event.request_id, None)
-            if event.is_peer_lost and peer is not None:
-                self._met.discard(peer)
-        return events
+        return self._reader.poll() if self._reader is not None else []
 
     def close(self) -> None:
         if self._reader is not None:

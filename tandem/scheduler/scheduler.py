@@ -201,10 +201,6 @@ class Scheduler:
         reads, self._new_reads = self._new_reads, []
         return [request for request in reads if request.state is RequestState.READING]
 
-    def waiting_reads(self) -> list[Request]:
-        """Requests with a ticket whose memory is not reserved yet (leases may need renewal)."""
-        return [request for request in self._waiting.values() if request.ticket is not None]
-
     def on_read_ready(self, request_id: str) -> None:
         """Every byte has arrived: the request decodes from now on. Late events are ignored."""
         request = self._reading.pop(request_id, None)
@@ -219,17 +215,19 @@ class Scheduler:
     def on_read_failed(self, request_id: str, error: str) -> Request | None:
         """The state will not come: recompute it here, or fail this request alone.
 
-        The reserved memory goes to quarantine as in `abort`. None if the request has ended.
+        The memory of a READING one goes to quarantine as in `abort`; one that still waits for
+        memory has none. None if the request has ended.
         """
-        request = self._reading.get(request_id)
-        if request is None:
+        request = self._requests.get(request_id)
+        if request is None or request.ticket is None:
             return None
         self._totals["failed_reads"] += 1
         if not self._recompute_failed_reads:
             return self.fail(request_id, error)
-        self._quarantine(request)
+        if request.state is RequestState.READING:
+            self._quarantine(request)
+            self._requeue(request)
         request.ticket = None
-        self._requeue(request)
         return request
 
     def _quarantine(self, request: Request) -> None:
