@@ -63,7 +63,7 @@ class Worker:
         self._device = (
             torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         )
-        if not has_cuda and is_native_enabled():
+        if self._device.type == "cpu" and is_native_enabled():
             native.load()  # compiles once per machine: no request shall wait for that
         model = model_config(config)
         spec = build_state_spec(model, tp=tp, rank=rank, page_tokens=config.cache.page_tokens)
