@@ -7,10 +7,8 @@ import torch.nn.functional as F
 
 from tandem.errors import ShapeError
 from tandem.ops.dispatch import is_native_enabled
+from tandem.ops.linear.memory import weight_memory
 from tandem.ops.native import load
-
-# Streams of weights this long gain from huge pages.
-_HUGE_PAGE_NBYTES = 2 << 20
 
 
 class PackedLinear:
@@ -90,13 +88,8 @@ class PackedLinear:
     def _pack(self, weight: torch.Tensor, library: ctypes.CDLL) -> None:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         numel = library.tandem_linear_packed_numel(self.num_outputs, self.num_inputs)
-        # Aligned to a huge page where it is long, to a line of the cache otherwise.
-        alignment = _HUGE_PAGE_NBYTES if 2 * numel >= _HUGE_PAGE_NBYTES else 64
-        buffer = torch.empty(numel + alignment // 2, dtype=torch.bfloat16)
-        skip = -buffer.data_ptr() % alignment // 2
-        self._packed = buffer[skip : skip + numel]
+        self._packed = weight_memory.take(numel)
         self._packed_address = self._packed.data_ptr()
-        library.tandem_advise_huge_pages(self._packed_address, 2 * numel)
         library.tandem_linear_pack(
             weight.data_ptr(),
             weight.stride(0),

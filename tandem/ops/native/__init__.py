@@ -5,6 +5,14 @@
 """
 
 from tandem.ops.native.build import NativeBuildError, build_library
-from tandem.ops.native.library import DTYPE_CODE, kernels, load, open_library
+from tandem.ops.native.library import DTYPE_CODE, advise_huge_pages, kernels, load, open_library
 
-__all__ = ["DTYPE_CODE", "NativeBuildError", "build_library", "kernels", "load", "open_library"]
+__all__ = [
+    "DTYPE_CODE",
+    "NativeBuildError",
+    "advise_huge_pages",
+    "build_library",
+    "kernels",
+    "load",
+    "open_library",
+]

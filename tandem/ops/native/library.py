@@ -55,6 +55,13 @@ def kernels() -> ctypes.CDLL:
     return library
 
 
+def advise_huge_pages(memory: torch.Tensor) -> None:
+    """Ask for huge pages under a CPU tensor that has not been touched yet; only a hint."""
+    library = load()
+    if library is not None and memory.is_cpu:
+        library.tandem_advise_huge_pages(memory.data_ptr(), memory.numel() * memory.element_size())
+
+
 def open_library(path: str) -> ctypes.CDLL:
     """The library at `path` with the signatures of its functions declared; raises OSError."""
     library = ctypes.CDLL(path, mode=os.RTLD_LOCAL | os.RTLD_NOW)

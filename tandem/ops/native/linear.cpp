@@ -36,7 +36,7 @@ TANDEM_API int64_t tandem_has_bf16_dot() {
 #endif
 }
 
-// Huge pages halve the time of a stream of weights where they are off by default.
+// Asks for huge pages under memory that has not been touched yet.
 TANDEM_API void tandem_advise_huge_pages(void* start, int64_t nbytes) {
   uintptr_t first = round_up((uintptr_t)start, 4096), last = ((uintptr_t)start + nbytes) & ~4095ul;
   // Advice only: a kernel without huge pages refuses, and nothing is lost.
