@@ -97,6 +97,8 @@ class EngineLink:
             name = f"{self.candidate.role} engine {self.url}"
             if self.standing.is_usable:
                 log.info("%s is ready", name)
+            elif self.status is None:  # it may still be loading its weights
+                log.info("%s is not there yet: %s", name, self.standing.reason)
             else:
                 log.warning("%s is not used: %s", name, self.standing.reason)
 

@@ -15,7 +15,7 @@ from tandem.log import get_logger
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.api_error import as_api_error
 from tandem.server.backend import Backend
-from tandem.server.stream import StreamReply, until_disconnect
+from tandem.server.stream import ClientGoneError, StreamReply, until_disconnect
 from tandem.server.wire import (
     FRAME_MEDIA_TYPE,
     EngineStatus,
@@ -44,6 +44,11 @@ def internal_routes(backend: Backend, tokenizer: Tokenizer) -> APIRouter:
         _check(engine_request, backend)
         deltas = backend.generate(engine_request)
         first = await until_disconnect(request.receive, _first(deltas))
+        if first.ticket is not None and await request.is_disconnected():
+            # Nobody has heard of this ticket. Once it is sent it is the router's.
+            await deltas.aclose()
+            await backend.release_ticket(first.ticket.ticket_id)
+            raise ClientGoneError
         return StreamReply(
             encode_frame(first), _frames(engine_request, first, deltas), media_type=FRAME_MEDIA_TYPE
         )

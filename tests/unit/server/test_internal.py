@@ -1,9 +1,12 @@
+import asyncio
+
 import httpx
 import msgspec
 import pytest
 
 from tandem.errors import CapacityError, RequestError, TransferError
 from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
+from tandem.server.app import create_app
 from tandem.server.wire import (
     EngineStatus,
     FrameReader,
@@ -65,6 +68,34 @@ def test_held_prefill_ends_with_its_ticket_and_can_be_released(http, engine):
         reply = http.post("/internal/release", content=delta.ticket.ticket_id)
         assert reply.status_code == 204
     assert engine.held == {}
+
+
+def test_ticket_is_released_when_the_router_left_before_it_was_sent():
+    engine = ScriptedEngine(script=tokens_of("hello"), role="prefill")
+    body = encode_request(request(hold=True))
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def call():
+        arrived = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive():
+            for message in arrived:
+                return message
+            while not engine.held and not engine.counts["released"]:
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        scope = {"type": "http", "method": "POST", "path": "/internal/generate"}
+        rest = {"headers": [], "query_string": b"", "root_path": "", "scheme": "http"}
+        await create_app(engine, byte_level())({**scope, **rest}, receive, send)
+
+    asyncio.run(call())
+    assert engine.counts["released"] == 1
+    assert engine.held == {}
+    assert not any(message.get("body") for message in sent)
 
 
 @pytest.mark.parametrize(

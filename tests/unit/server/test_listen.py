@@ -1,0 +1,16 @@
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.server.listen import bind
+
+
+def test_port_in_use_is_named_with_the_way_out():
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 is in use.*--port"):
+            bind("127.0.0.1", port)
+
+
+def test_host_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        bind("192.0.2.1", 0)
