@@ -5,7 +5,7 @@ import contextlib
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from itertools import count
 from pathlib import Path
 
@@ -144,7 +144,7 @@ class EngineClient:
             raise self._dead
         await self._socket.send(self._encoder.encode(message))
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request until it finishes. Closing the iterator early aborts it.
 
         Raises: RequestError or CapacityError if it is refused; EngineDeadError if the engine ends.

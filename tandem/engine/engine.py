@@ -193,10 +193,15 @@ class EngineCore:
             self._client.release(ticket, self._config.parallel.tp)
 
     def abort(self, request_id: str) -> None:
-        """End a request in any state; unknown and finished ones are ignored."""
+        """End a request in any state; unknown and finished ones are ignored.
+
+        A held one too: whoever aborts has not seen the delta with its ticket.
+        """
         request = self._scheduler.abort(request_id)
         if request is not None:
             self._let_go(request)
+        elif self._holds is not None:
+            self._holds.abort(request_id)
 
     def _let_go(self, request: Request) -> None:
         """An ended request's read, if it has one, must not be waited for by anyone."""

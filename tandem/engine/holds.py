@@ -28,6 +28,7 @@ class HoldDesk:
         self._engine_id = engine_id
         self._generation = generation
         self._address = address
+        self._ticket_of: dict[str, str] = {}  # by request
 
     def grant(self, delta: TokenDelta) -> Ticket:
         """A ticket for the prefill that `delta` (finish_reason "hold") reports; its lease runs."""
@@ -48,11 +49,18 @@ class HoldDesk:
             lease_s=self._leases.lease_s,
         )
         self._leases.grant(ticket_id, delta.request_id)
+        self._ticket_of[delta.request_id] = ticket_id
         return ticket
 
     def release(self, ticket_id: str) -> bool:
         """Nobody will read it. False for a ticket that has ended or never was."""
         return self._leases.revoke(ticket_id)
+
+    def abort(self, request_id: str) -> None:
+        """The request was given up before anyone saw its ticket; others are ignored."""
+        ticket_id = self._ticket_of.get(request_id)
+        if ticket_id is not None:
+            self._leases.revoke(ticket_id)
 
     def sweep(self) -> int:
         """Free what readers released or time ended; cheap, called on every turn of the loop."""
@@ -60,6 +68,7 @@ class HoldDesk:
         ended = self._leases.collect()
         for request_id in ended:
             self._cache.release_held(request_id)
+            del self._ticket_of[request_id]
         return len(ended)
 
     def counts(self) -> LeaseCounts:

@@ -12,6 +12,7 @@ from tandem.errors import RequestError
 from tandem.state.ticket import Ticket, TokenLogprob
 
 MAX_LOGPROBS = 20
+MAX_COUNT = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _range("n", self.n, 1, 128)
         _range("temperature", self.temperature, 0, 100)
         _range("top_p", self.top_p, 0, 1, open_low=True)
-        _range("top_k", self.top_k, -1, math.inf)
+        _range("top_k", self.top_k, -1, MAX_COUNT)
         _range("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             _range("seed", self.seed, -(2**63), 2**64 - 1)
@@ -55,8 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _range("frequency_penalty", self.frequency_penalty, -2, 2)
         _range("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
         if self.max_tokens is not None:
-            _range("max_tokens", self.max_tokens, 1, math.inf)
-        _range("min_tokens", self.min_tokens, 0, math.inf)
+            _range("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _range("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}", "min_tokens"

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 from tandem.engine.client import EngineClient
 from tandem.scheduler.request import EngineRequest, TokenDelta
@@ -37,7 +37,7 @@ class EngineBackend:
         await self._client.close()
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        return cast(AsyncGenerator[TokenDelta, None], self._client.generate(request))
+        return self._client.generate(request)
 
     async def release_ticket(self, ticket_id: str) -> None:
         await self._client.release_ticket(ticket_id)
