@@ -1,0 +1,194 @@
+"""Drives engine cores by hand in this process: builds them, runs requests, poisons their memory."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tandem.config.args import build_config
+from tandem.engine.engine import EngineCore
+from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
+from tandem.scheduler.step import StepPlan, StepResult
+from tandem.state.ticket import Ticket, TokenLogprob
+
+PATIENCE_S = 60.0
+# Of one logprob, when equal state is computed in other chunks and batches, in fp32.
+MAX_LOGPROB_DIFFERENCE = 5e-4
+_ENGINE = {
+    "arena_mib": 16,
+    "max_num_seqs": 40,
+    "max_model_len": 512,
+    "budget_tokens": 256,
+    "threads": 1,
+}
+
+
+def build_core(folder: Path, **settings: Any) -> EngineCore:
+    return EngineCore(build_config(str(folder), {**_ENGINE, **settings}), log_level="WARNING")
+
+
+def greedy(max_tokens: int = 8, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def request(
+    request_id: str, prompt: Sequence[int], sampling: SamplingParams | None = None, **fields: Any
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling=sampling or greedy(),
+        **fields,
+    )
+
+
+@dataclass
+class Output:
+    """What one request said."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    ticket: Ticket | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        assert self.finish_reason is None, "a delta after the last"
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.finish_reason, self.error, self.ticket = (
+            delta.finish_reason,
+            delta.error,
+            delta.ticket,
+        )
+
+
+def step_until(cores: Sequence[EngineCore], is_met: Callable[[], Any], what: str) -> None:
+    """Turn the engines' loops until something holds; what they produce is dropped."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_met():
+        assert time.monotonic() < deadline, f"{what}: {[core.stats() for core in cores]}"
+        for core in cores:
+            core.step()
+        time.sleep(0.001)
+
+
+def run(
+    core: EngineCore,
+    requests: Sequence[EngineRequest],
+    between: Callable[[int], None] = lambda step: None,
+    arrivals: Sequence[int] | None = None,
+) -> list[Output]:
+    """Run requests to their ends; outputs in their order.
+
+    `between(step)` is called before each turn of the loop; `arrivals`: the turn at which each
+    request is added, by default the first.
+    """
+    outputs = {item.request_id: Output() for item in requests}
+    assert len(outputs) == len(requests)
+    left = sorted(zip(arrivals or [0] * len(requests), range(len(requests)), strict=True))
+    deadline = time.monotonic() + PATIENCE_S
+    step = 0
+    while left or any(item.finish_reason is None for item in outputs.values()):
+        assert time.monotonic() < deadline, f"requests did not end: {core.stats()}"
+        while left and left[0][0] <= step:
+            core.add(requests[left.pop(0)[1]])
+        between(step)
+        for delta in core.step():
+            outputs[delta.request_id].add(delta)
+        if not core.has_work():
+            time.sleep(0.0005)
+        step += 1
+    return list(outputs.values())
+
+
+def run_alone(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Output]:
+    """Each request by itself on an engine whose memory is poisoned before."""
+    outputs = []
+    for item in requests:
+        poison(core)
+        outputs += run(core, [item])
+    return outputs
+
+
+def run_apart(
+    prefill: EngineCore, decode: EngineCore, requests: Sequence[EngineRequest]
+) -> list[Output]:
+    """Prompts on one engine, answers on the other; both are idle in the end."""
+    held = run(prefill, [msgspec.structs.replace(item, hold=True) for item in requests])
+    outputs: list[Output | None] = [None] * len(requests)
+    rest = []
+    for index, (item, first) in enumerate(zip(requests, held, strict=True)):
+        if first.finish_reason == "hold":
+            assert first.ticket is not None
+            rest.append((index, msgspec.structs.replace(item, ticket=first.ticket)))
+        else:
+            outputs[index] = first
+    for (index, _), output in zip(rest, run(decode, [item for _, item in rest]), strict=True):
+        outputs[index] = output
+    wait_until_idle(prefill, decode)
+    return [output for output in outputs if output is not None]
+
+
+def wait_until_idle(*cores: EngineCore) -> None:
+    """Until every page and slot of the engines is free."""
+    step_until(cores, lambda: all(core.stats()["is_idle"] for core in cores), "not idle")
+
+
+def poison(core: EngineCore) -> None:
+    """Fill an idle engine's arena with NaN; needs its rank in this process."""
+    assert core.stats()["is_idle"]
+    core._executor._worker._arena.buffer.fill_(0xFF)  # type: ignore[attr-defined]
+
+
+def set_budget(core: EngineCore, budget_tokens: int) -> None:
+    """Tokens of the next steps."""
+    core._scheduler._budget_tokens = budget_tokens
+
+
+def record_plans(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """The plans that run from now on."""
+    plans: list[StepPlan] = []
+    execute = core._executor.execute
+
+    def recorded(plan: StepPlan) -> StepResult:
+        plans.append(plan)
+        return execute(plan)
+
+    monkeypatch.setattr(core._executor, "execute", recorded)
+    return plans
+
+
+def assert_equal_outputs(
+    actual: Sequence[Output], expected: Sequence[Output], names: Sequence[Any] | None = None
+) -> None:
+    """Same tokens, same ends, and logprobs of the same values."""
+    names = names or range(len(expected))
+    for name, ours, theirs in zip(names, actual, expected, strict=True):
+        assert ours.error is None, f"{name}: {ours.error}"
+        assert ours.token_ids == theirs.token_ids, name
+        assert ours.finish_reason == theirs.finish_reason, name
+        assert_equal_logprobs(ours.logprobs, theirs.logprobs, name)
+
+
+def assert_equal_logprobs(
+    actual: Sequence[TokenLogprob], expected: Sequence[TokenLogprob], name: object = ""
+) -> None:
+    assert len(actual) == len(expected), name
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=MAX_LOGPROB_DIFFERENCE), name
+        # Near-ties may swap places in the list, their values stay.
+        values = [value for _, value in ours.top]
+        assert values == pytest.approx(
+            [value for _, value in theirs.top], abs=MAX_LOGPROB_DIFFERENCE
+        ), name
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 3, vocab_size: int = 512) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]

@@ -1,0 +1,415 @@
+"""Prefill and decode on two engines say what one engine says, over NIXL, at every pair of sizes."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.engine.engine import EngineCore
+from tandem.errors import RequestError
+from tandem.scheduler.request import EngineRequest, SamplingParams
+from tandem.state.ticket import Ticket
+from tests.equivalence.engines import (
+    Output,
+    assert_equal_logprobs,
+    assert_equal_outputs,
+    build_core,
+    greedy,
+    poison,
+    random_prompts,
+    request,
+    run,
+    run_apart,
+    step_until,
+    wait_until_idle,
+)
+from tests.tiny_models import TINY
+
+pytestmark = pytest.mark.nixl
+
+# By tp. Pages of equal and of unequal size meet, in both directions.
+PREFILL_PAGE_TOKENS = {1: 16, 2: 8, 4: 24}
+DECODE_PAGE_TOKENS = {1: 16, 2: 24, 4: 8}
+TP_PAIRS = [(1, 1), (2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
+# The first tokens, one around each end of a page of either engine, and longer than a chunk.
+LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 37, 40, 47, 48, 49, 71, 72, 73]
+MODEL = "nemotron_h"
+
+
+def mixed_requests() -> list[EngineRequest]:
+    """Of every length; greedy, seeded, with penalties, with an early end; all with logprobs."""
+    made = []
+    for index, prompt in enumerate(random_prompts(LENGTHS, seed=31)):
+        sampling = greedy(10, logprobs=5)
+        if index % 3 == 1:
+            sampling = SamplingParams(
+                seed=index,
+                temperature=0.9,
+                top_k=50,
+                max_tokens=8,
+                presence_penalty=0.7,
+                frequency_penalty=0.4,
+                repetition_penalty=1.3,
+                logprobs=5,
+            )
+        if index % 8 == 5:
+            sampling = msgspec.structs.replace(sampling, max_tokens=1)
+        made.append(request(f"r{index}", prompt, sampling))
+    return made
+
+
+def roled(folder: Path, role: str, tp: int, **settings: object) -> EngineCore:
+    pages = (PREFILL_PAGE_TOKENS if role == "prefill" else DECODE_PAGE_TOKENS)[tp]
+    options = {"arena_mib": 4, "budget_tokens": 96, "page_tokens": pages, **settings}
+    return build_core(folder, role=role, tp=tp, **options)
+
+
+class Engines:
+    """Engines of one model by role and tp, started at first use."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._cores: dict[tuple[str, int], EngineCore] = {}
+
+    def get(self, role: str, tp: int) -> EngineCore:
+        if (role, tp) not in self._cores:
+            self._cores[role, tp] = roled(self._folder, role, tp)
+        return self._cores[role, tp]
+
+    def close(self) -> None:
+        # Decode engines first: what they read from outlives them.
+        for _, core in sorted(self._cores.items()):
+            core.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_folder: Callable[[str], Path]) -> Iterator[Engines]:
+    engines = Engines(tiny_folder(MODEL))
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="module")
+def together(tiny_folder: Callable[[str], Path]) -> Iterator[EngineCore]:
+    core = build_core(tiny_folder(MODEL), budget_tokens=96)
+    yield core
+    core.close()
+
+
+@pytest.fixture(scope="module")
+def expected(together: EngineCore) -> list[Output]:
+    return run(together, mixed_requests())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"), TP_PAIRS, ids=[f"{p} to {d}" for p, d in TP_PAIRS]
+)
+def test_every_pair_of_sizes_equals_one_engine(
+    engines: Engines, expected: list[Output], prefill_tp: int, decode_tp: int
+) -> None:
+    prefill, decode = engines.get("prefill", prefill_tp), engines.get("decode", decode_tp)
+    before = decode.stats()
+    outputs = run_apart(prefill, decode, mixed_requests())
+    assert_equal_outputs(outputs, expected, LENGTHS)
+    after = decode.stats()
+    num_moved = sum(item.sampling.max_tokens != 1 for item in mixed_requests())
+    assert after["transfer_num_done"] - before["transfer_num_done"] == num_moved
+    # No prompt token is fed twice, and none on the decode engine.
+    assert after["prompt_tokens_total"] == before["prompt_tokens_total"] == 0
+    assert after["failed_reads_total"] == before["failed_reads_total"]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_equals_one_engine(tiny_folder: Callable[[str], Path], name: str) -> None:
+    """Whatever other bytes lie around: both arenas are poisoned before."""
+    folder = tiny_folder(name)
+    together = build_core(folder)
+    expected = run(together, mixed_requests())
+    together.close()
+    prefill = roled(folder, "prefill", 1)
+    decode = roled(folder, "decode", 1, page_tokens=8)
+    try:
+        poison(prefill)
+        poison(decode)
+        outputs = run_apart(prefill, decode, mixed_requests())
+        assert_equal_outputs(outputs, expected, LENGTHS)
+        assert prefill.stats()["prompt_tokens_total"] == sum(LENGTHS)
+        assert decode.stats()["prompt_tokens_total"] == 0
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_first_token_that_ends_the_answer_ends_it_on_the_prefill_engine(
+    engines: Engines, together: EngineCore
+) -> None:
+    """End-of-sequence, a stop token, max_tokens and the length limit, as on one engine."""
+    prefill, decode = engines.get("prefill", 1), engines.get("decode", 1)
+    (prompt,) = random_prompts([21], seed=4)
+    (free,) = run(together, [request("free", prompt, greedy(3))])
+    first, second = free.token_ids[:2]
+    cases = {
+        "stop": greedy(8, stop_token_ids=(first,), logprobs=1),
+        "later": greedy(8, stop_token_ids=(second,), logprobs=1),
+        "length": greedy(1, logprobs=1),
+        "masked": greedy(8, stop_token_ids=(first,), min_tokens=3, logprobs=1),
+    }
+    requests = [request(name, prompt, sampling) for name, sampling in cases.items()]
+    expected = run(together, requests)
+    assert [len(output.token_ids) for output in expected[:3]] == [1, 2, 1]
+    before = prefill.stats()["leases_granted"]
+    assert_equal_outputs(run_apart(prefill, decode, requests), expected, list(cases))
+    assert prefill.stats()["leases_granted"] - before == 2  # later and masked
+
+
+def test_a_first_token_that_is_end_of_sequence_ends_a_held_request(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    (prompt,) = random_prompts([9], seed=4)
+    folder = tiny_folder(MODEL)
+    together = build_core(folder)
+    prefill = roled(folder, "prefill", 1)
+    try:
+        (free,) = run(together, [request("free", prompt, greedy(2))])
+        outputs = []
+        for core in (together, prefill):
+            core._eos_token_ids = frozenset(free.token_ids[:1])
+            sampling = SamplingParams(temperature=0, max_tokens=8)
+            outputs += run(core, [request("r", prompt, sampling, hold=core is prefill)])
+        assert_equal_outputs(outputs[1:], outputs[:1])
+        assert (outputs[0].finish_reason, outputs[0].token_ids) == ("stop", free.token_ids[:1])
+        wait_until_idle(prefill)
+    finally:
+        prefill.close()
+        together.close()
+
+
+def test_tokens_that_were_generated_before_count_on_the_decode_engine(
+    engines: Engines, together: EngineCore
+) -> None:
+    """As a router sends it: the first token is reported by P alone, and penalised on D."""
+    prefill, decode = engines.get("prefill", 1), engines.get("decode", 1)
+    (prompt,) = random_prompts([18], seed=8)
+    sampling = greedy(9, repetition_penalty=1.5, frequency_penalty=1.0, logprobs=2)
+    (whole,) = run(together, [request("r", prompt, sampling)])
+    (first,) = run(prefill, [request("r", prompt, sampling, hold=True)])
+    (rest,) = run(
+        decode,
+        [request("r", prompt, sampling, ticket=first.ticket, generated=first.token_ids)],
+    )
+    assert first.token_ids + rest.token_ids == whole.token_ids
+    assert_equal_logprobs(first.logprobs + rest.logprobs, whole.logprobs)
+    assert rest.finish_reason == "length"
+    wait_until_idle(prefill, decode)
+
+
+def test_more_requests_than_the_decode_engine_has_memory_for(
+    tiny_folder: Callable[[str], Path], together: EngineCore
+) -> None:
+    """Reads wait for memory; what is preempted on D is recomputed there, and says the same."""
+    folder = tiny_folder(MODEL)
+    prompts = random_prompts([40, 70, 33, 90, 12, 64, 5, 77, 41, 28], seed=12)
+    requests = [request(f"r{i}", prompt, greedy(60)) for i, prompt in enumerate(prompts)]
+    expected = run(together, requests)
+    prefill = roled(folder, "prefill", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.engine.sizing._arena_nbytes", lambda config, spec, limit: 7 << 15)
+        decode = roled(folder, "decode", 1, max_model_len=160)
+    try:
+        assert_equal_outputs(run_apart(prefill, decode, requests), expected)
+        assert decode.stats()["transfer_num_done"] == len(requests)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+# --- what goes wrong ---
+
+
+def hold(prefill: EngineCore, item: EngineRequest) -> Ticket:
+    (output,) = run(prefill, [msgspec.structs.replace(item, hold=True)])
+    assert output.ticket is not None
+    return output.ticket
+
+
+def test_an_abort_at_every_stage_of_a_read_frees_both_sides(engines: Engines) -> None:
+    prefill, decode = engines.get("prefill", 1), engines.get("decode", 1)
+    (prompt,) = random_prompts([60], seed=6)
+    totals = decode.stats()
+    num_rounds = 12
+    for num_steps in range(num_rounds):
+        item = request(f"a{num_steps}", prompt, greedy(50))
+        decode.add(msgspec.structs.replace(item, ticket=hold(prefill, item)))
+        for _ in range(num_steps):
+            decode.step()
+            time.sleep(0.0005 * num_steps)
+        decode.abort(item.request_id)
+        wait_until_idle(decode, prefill)
+    assert decode.stats()["requests_aborted_total"] - totals["requests_aborted_total"] == num_rounds
+    # The memory that they had serves the next one.
+    item = request("after", prompt, greedy(5))
+    outputs = run_apart(prefill, decode, [item])
+    assert outputs[0].finish_reason == "length"
+
+
+def test_memory_of_a_read_that_is_given_up_is_quarantined_until_it_drains(
+    engines: Engines, expected: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While bytes may still arrive, its pages and slot are nobody's."""
+    prefill, decode = engines.get("prefill", 1), engines.get("decode", 1)
+    worker = decode._executor._worker  # type: ignore[attr-defined]
+    arrived = worker.poll_reads
+    monkeypatch.setattr(worker, "poll_reads", lambda: [])
+    item = request("gone", random_prompts([60])[0], greedy(50))
+    decode.add(msgspec.structs.replace(item, ticket=hold(prefill, item)))
+    posted = decode._executor.post_read
+    is_posted = []
+    monkeypatch.setattr(
+        decode._executor,
+        "post_read",
+        lambda peer, command: (is_posted.append(command), posted(peer, command)),
+    )
+    step_until([decode], lambda: is_posted, "not posted")
+    decode.abort(item.request_id)
+    for _ in range(20):
+        decode.step()
+        time.sleep(0.002)
+    stats = decode.stats()
+    assert (stats["quarantined_num_sequences"], stats["quarantined_num_slots"]) == (1, 1)
+    assert stats["quarantined_num_pages"] == 4
+    assert decode.not_ready() is None
+    # Others are served beside it, from other memory.
+    others = mixed_requests()[-3:]
+    monkeypatch.setattr(
+        worker, "poll_reads", lambda: [it for it in arrived() if it.request_id != "gone"]
+    )
+    taken = set(decode._cache._quarantined["gone"].pages)
+    held = run(prefill, [msgspec.structs.replace(it, hold=True) for it in others])
+    for it, first in zip(others, held, strict=True):
+        decode.add(msgspec.structs.replace(it, ticket=first.ticket))
+    outputs = {it.request_id: Output() for it in others}
+    while any(output.finish_reason is None for output in outputs.values()):
+        for delta in decode.step():
+            outputs[delta.request_id].add(delta)
+        for state in decode._cache._active.values():
+            assert not taken & set(state.pages)
+    assert_equal_outputs(list(outputs.values()), expected[-3:])
+    assert decode.stats()["quarantined_num_sequences"] == 1
+    monkeypatch.undo()
+    # Its events were swallowed above; an engine would get the drained one now.
+    decode._reads._draining.clear()  # type: ignore[union-attr]
+    decode._cache.drained("gone")
+    wait_until_idle(prefill, decode)
+
+
+@pytest.fixture(scope="module")
+def gone(tiny_folder: Callable[[str], Path]) -> Iterator[tuple[EngineRequest, Ticket]]:
+    """A request whose prefill engine has been closed."""
+    prefill = roled(tiny_folder(MODEL), "prefill", 1)
+    item = request("r", random_prompts([37], seed=2)[0], greedy(9, logprobs=2))
+    ticket = hold(prefill, item)
+    prefill.close()
+    return item, ticket
+
+
+def test_a_prefill_engine_that_is_gone_before_the_read_is_recomputed(
+    tiny_folder: Callable[[str], Path], together: EngineCore, gone: tuple[EngineRequest, Ticket]
+) -> None:
+    item, ticket = gone
+    decode = roled(tiny_folder(MODEL), "decode", 1, deadline_s=0.5)
+    try:
+        outputs = run(decode, [msgspec.structs.replace(item, ticket=ticket)])
+        assert_equal_outputs(outputs, run(together, [item]))
+        stats = decode.stats()
+        # The first token, which the ticket brought, is fed with the prompt.
+        assert (stats["failed_reads_total"], stats["prompt_tokens_total"]) == (1, 38)
+        assert stats["is_idle"]
+    finally:
+        decode.close()
+
+
+def test_with_on_failure_fail_the_deadline_is_an_error_of_that_request_alone(
+    tiny_folder: Callable[[str], Path], together: EngineCore, gone: tuple[EngineRequest, Ticket]
+) -> None:
+    item, ticket = gone
+    decode = roled(tiny_folder(MODEL), "decode", 1, deadline_s=0.5, on_failure="fail")
+    try:
+        other = request("other", item.prompt_token_ids, greedy(20))
+        failed, fine = run(decode, [msgspec.structs.replace(item, ticket=ticket), other])
+        assert failed.finish_reason == "error"
+        assert failed.error
+        assert failed.token_ids == [ticket.first_token]  # known before the read
+        assert_equal_outputs([fine], run(together, [other]))
+        assert decode.stats()["is_idle"]
+    finally:
+        decode.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("bamba", {}, "different models: layer order is 2 on the prefill engine and 1 on"),
+        (MODEL, {"state_dtype": "bfloat16"}, "float32 on the prefill engine and bfloat16 on"),
+    ],
+)
+def test_a_peer_with_another_model_is_refused_by_name(
+    tiny_folder: Callable[[str], Path],
+    engines: Engines,
+    name: str,
+    settings: dict[str, str],
+    message: str,
+) -> None:
+    prefill = engines.get("prefill", 1)
+    item = request("r", random_prompts([20])[0], greedy(4))
+    errors = {}
+    for on_failure in ("fail", "recompute"):
+        decode = roled(tiny_folder(name), "decode", 1, on_failure=on_failure, **settings)
+        try:
+            (output,) = run(decode, [msgspec.structs.replace(item, ticket=hold(prefill, item))])
+            errors[on_failure] = output.error
+            assert len(output.token_ids) == (1 if on_failure == "fail" else 4)
+            assert decode.stats()["failed_reads_total"] == 1
+            # Refused at once, not at the deadline, and the prefill's memory is free again.
+            wait_until_idle(prefill, decode)
+        finally:
+            decode.close()
+    assert errors["recompute"] is None
+    assert errors["fail"] is not None
+    assert message in errors["fail"]
+
+
+def test_a_lease_that_ended_before_the_read_is_recomputed(
+    tiny_folder: Callable[[str], Path], together: EngineCore
+) -> None:
+    folder = tiny_folder(MODEL)
+    prefill = roled(folder, "prefill", 1, lease_s=0.3, deadline_s=0.2)
+    decode = roled(folder, "decode", 1)
+    item = request("r", random_prompts([50], seed=2)[0], greedy(5))
+    try:
+        ticket = hold(prefill, item)
+        step_until([prefill], lambda: prefill.stats()["is_idle"], "lease did not end")
+        # Its pages belong to others by now.
+        run(prefill, [request("next", random_prompts([90])[0], greedy(2))])
+        outputs = run(decode, [msgspec.structs.replace(item, ticket=ticket)])
+        assert_equal_outputs(outputs, run(together, [item]))
+        assert decode.stats()["failed_reads_total"] == 1
+        assert prefill.stats()["leases_expired"] == 1
+        wait_until_idle(prefill, decode)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_refused_request_gives_its_ticket_back(engines: Engines) -> None:
+    prefill, decode = engines.get("prefill", 1), engines.get("decode", 1)
+    item = request("r", random_prompts([30])[0], greedy(4))
+    ticket = hold(prefill, item)
+    too_long = msgspec.structs.replace(item.sampling, max_tokens=4000)
+    with pytest.raises(RequestError, match="limit of 512"):
+        decode.add(msgspec.structs.replace(item, ticket=ticket, sampling=too_long))
+    start = time.monotonic()
+    wait_until_idle(prefill, decode)
+    assert time.monotonic() - start < 5  # not at the end of its lease
