@@ -50,8 +50,6 @@ log = get_logger(__name__)
 MAX_CHOICES = 1024
 # Encoding a longer text would hold up every other request's tokens; it goes to a thread.
 _LONG_TEXT_CHARS = 4096
-# What msgpack and the scheduler's counters can hold, with room.
-_MAX_COUNT = 2**31 - 1
 _CLIENT_GONE_STATUS = 499
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -197,11 +195,6 @@ def _engine_requests(
 ) -> list[EngineRequest]:
     """Checked requests, one a sequence, in index order."""
     sampling.validate(info.vocab_size)
-    for name in ("top_k", "min_tokens"):
-        if getattr(sampling, name) > _MAX_COUNT:
-            raise ApiError(
-                f"{name}={getattr(sampling, name)}; expected at most {_MAX_COUNT}", param=name
-            )
     num_choices = len(prompts) * sampling.n
     if num_choices > MAX_CHOICES:
         raise ApiError(

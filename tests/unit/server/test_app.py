@@ -235,7 +235,7 @@ LIMIT = "maximum context length is 256 tokens"
         ({"prompt": "a", "temperature": "hot"}, "temperature", "Expected `float"),
         ({"prompt": "a", "n": 0}, "n", "n=0"),
         ({"prompt": "a", "n": 10**30}, "n", "expected a value in"),
-        ({"prompt": "a", "top_k": 10**30}, "top_k", "expected at most"),
+        ({"prompt": "a", "top_k": 10**30}, "top_k", "2147483647"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs=21"),
         ({"prompt": "a", "logprobs": 1, "echo": True}, "logprobs", "not supported"),
         ({"prompt": "a", "stop": [""]}, "stop", "empty string"),
