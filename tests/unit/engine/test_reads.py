@@ -1,0 +1,281 @@
+"""The read desk against a side channel and ranks that do as they are told."""
+
+import pytest
+
+from tandem.engine.reads import ReadDesk, ReadOutcome
+from tandem.state.ticket import Ticket
+from tandem.transfer.identity import current_process
+from tandem.transfer.layout import PeerInfo
+from tandem.transfer.protocol import ReadCommand, ReadEvent
+from tandem.transfer.ticket_client import OpenEvent
+
+DEADLINE_S = 10.0
+PEER = PeerInfo("P", "g1", "tcp://127.0.0.1:1", current_process(), ())
+
+
+def ticket(ticket_id: str = "t") -> Ticket:
+    return Ticket(
+        ticket_id=ticket_id,
+        engine_id="P",
+        generation="g1",
+        address=PEER.address,
+        num_tokens=20,
+        pages=(5, 6),
+        slot=3,
+        page_tokens=16,
+        first_token=7,
+        first_logprob=None,
+        lease_s=30.0,
+    )
+
+
+class FakeClient:
+    """Records what is asked; `events` are what poll() hands out."""
+
+    def __init__(self) -> None:
+        self.events: list[OpenEvent] = []
+        self.opened: list[str] = []
+        self.released: list[tuple[str, int]] = []
+        self.dropped: list[tuple[str, str]] = []
+        self.dead: set[str] = set()
+
+    def open(self, request_id: str, ticket: Ticket) -> None:
+        self.opened.append(request_id)
+
+    def release(self, ticket: Ticket, num_readers: int) -> None:
+        self.released.append((ticket.ticket_id, num_readers))
+
+    def drop_peer(self, key: tuple[str, str]) -> None:
+        self.dropped.append(key)
+
+    def is_peer_dead(self, engine_id: str, generation: str) -> bool:
+        return engine_id in self.dead
+
+    def poll(self) -> list[OpenEvent]:
+        events, self.events = self.events, []
+        return events
+
+
+class FakeExecutor:
+    def __init__(self) -> None:
+        self.events: list[tuple[int, ReadEvent]] = []
+        self.posted: list[ReadCommand] = []
+        self.given_up: list[str] = []
+
+    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
+        assert peer is PEER
+        self.posted.append(command)
+
+    def give_up_read(self, request_id: str) -> None:
+        self.given_up.append(request_id)
+
+    def poll_reads(self) -> list[tuple[int, ReadEvent]]:
+        events, self.events = self.events, []
+        return events
+
+
+class Bench:
+    """A desk of two ranks, its collaborators and its clock."""
+
+    def __init__(self) -> None:
+        self.client, self.executor, self.now = FakeClient(), FakeExecutor(), 100.0
+        self.desk = ReadDesk(
+            self.client,  # type: ignore[arg-type]
+            self.executor,  # type: ignore[arg-type]
+            num_ranks=2,
+            deadline_s=DEADLINE_S,
+            slot_nbytes=100,
+            clock=lambda: self.now,
+        )
+
+    def open(self, request_id: str = "r") -> None:
+        self.desk.open(request_id, ticket())
+        self.client.events.append(OpenEvent(request_id, "open", peer=PEER))
+
+    def start(self, request_id: str = "r") -> None:
+        """Up to a posted read."""
+        self.open(request_id)
+        self.desk.start(request_id, [8, 9], 4)
+        assert self.desk.advance() == []
+        assert self.executor.posted[-1].request_id == request_id
+
+    def tell(self, rank: int, status: str, request_id: str = "r", **fields: object) -> None:
+        self.executor.events.append((rank, ReadEvent(request_id, status, **fields)))
+
+    def advance(self) -> list[ReadOutcome]:
+        return self.desk.advance()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_read_is_posted_once_its_ticket_is_open_and_its_memory_reserved(bench: Bench) -> None:
+    bench.desk.open("r", ticket())
+    assert bench.client.opened == ["r"]
+    assert bench.advance() == []
+    bench.client.events = [OpenEvent("r", "open", peer=PEER)]
+    assert bench.advance() == []
+    assert bench.executor.posted == []
+    bench.desk.start("r", [8, 9], 4)
+    bench.advance()
+    bench.advance()
+    assert bench.executor.posted == [
+        ReadCommand(
+            request_id="r",
+            peer=("P", "g1"),
+            num_tokens=20,
+            src_pages=(5, 6),
+            src_slot=3,
+            dst_pages=(8, 9),
+            dst_slot=4,
+        )
+    ]
+
+
+def test_it_is_ready_when_every_rank_is_done_and_the_ticket_is_released_then(bench: Bench) -> None:
+    bench.start()
+    bench.now += 2.0
+    bench.tell(1, "done", nbytes=500, num_descriptors=3, seconds=0.25)
+    assert bench.advance() == []
+    assert bench.client.released == []
+    bench.tell(0, "done", nbytes=700, num_descriptors=4, seconds=0.5)
+    assert bench.advance() == [ReadOutcome("r", is_ready=True, is_quiet=True)]
+    assert bench.client.released == [("t", 2)]
+    assert not bench.desk.is_busy()
+    totals = bench.desk.totals
+    assert (totals.num_done, totals.num_failed, totals.num_pages) == (1, 0, 2)
+    assert (totals.nbytes, totals.slot_nbytes, totals.page_nbytes) == (1200, 200, 1000)
+    assert (totals.num_descriptors, totals.seconds, totals.read_seconds) == (7, 2.0, 0.5)
+
+
+def test_failure_on_one_rank_is_told_when_the_other_has_stopped_too(bench: Bench) -> None:
+    """Until then the other one writes to the memory."""
+    bench.start()
+    bench.tell(0, "failed", error="the wire broke")
+    assert bench.advance() == []
+    assert bench.desk.is_reading("r")
+    bench.tell(1, "done", nbytes=500)
+    assert bench.advance() == [ReadOutcome("r", False, True, "the wire broke")]
+    assert bench.client.released == [("t", 2)]
+    assert bench.executor.given_up == []
+    assert bench.desk.totals.num_done == 0
+    assert bench.desk.totals.num_failed == 1
+
+
+def test_a_lost_peer_is_met_anew(bench: Bench) -> None:
+    bench.start()
+    bench.tell(0, "failed", is_peer_lost=True)
+    bench.tell(1, "failed", is_peer_lost=True)
+    (outcome,) = bench.advance()
+    assert (outcome.is_ready, outcome.is_quiet) == (False, True)
+    assert outcome.error
+    assert set(bench.client.dropped) == {("P", "g1")}
+
+
+def test_a_ticket_that_does_not_open_fails_at_once(bench: Bench) -> None:
+    bench.desk.open("r", ticket())
+    bench.client.events = [OpenEvent("r", "failed", error="its lease has ended")]
+    assert bench.advance() == [ReadOutcome("r", False, True, "its lease has ended")]
+    assert bench.executor.posted == []
+    assert not bench.desk.is_busy()
+
+
+def test_a_lost_lease_gives_the_read_up_and_its_bytes_are_not_used(bench: Bench) -> None:
+    bench.start()
+    bench.client.events = [OpenEvent("r", "lost", error="renewal was refused")]
+    assert bench.advance() == [ReadOutcome("r", False, False, "renewal was refused")]
+    assert bench.executor.given_up == ["r"]
+    assert bench.desk.is_busy()
+    assert not bench.desk.is_reading("r")
+    # Done on one rank, drained on the other: quiet only then, and never ready.
+    bench.tell(0, "done")
+    assert bench.advance() == []
+    bench.tell(1, "drained")
+    assert bench.advance() == [ReadOutcome("r", is_ready=False, is_quiet=True)]
+    assert not bench.desk.is_busy()
+
+
+def test_the_deadline_runs_from_the_post(bench: Bench) -> None:
+    bench.open()
+    bench.advance()
+    bench.now += 5 * DEADLINE_S  # waits for memory; the lease is kept
+    assert bench.advance() == []
+    bench.desk.start("r", [8, 9], 4)
+    bench.advance()
+    bench.now += DEADLINE_S - 0.1
+    assert bench.advance() == []
+    bench.now += 0.2
+    (outcome,) = bench.advance()
+    assert (outcome.is_ready, outcome.is_quiet) == (False, False)
+    assert outcome.error == "no state within 10 s"
+    assert bench.executor.given_up == ["r"]
+
+
+def test_what_arrived_counts_before_the_deadline_is_judged(bench: Bench) -> None:
+    bench.start()
+    bench.now += 2 * DEADLINE_S  # the loop was busy elsewhere
+    bench.tell(0, "done")
+    bench.tell(1, "done")
+    assert bench.advance() == [ReadOutcome("r", is_ready=True, is_quiet=True)]
+
+
+def test_a_peer_that_is_proven_dead_is_not_waited_for(bench: Bench) -> None:
+    bench.start()
+    bench.client.dead = {"P"}
+    bench.now += 1.0
+    (outcome,) = bench.advance()
+    assert outcome.error == "engine P has ended"
+    assert not outcome.is_quiet
+
+
+def test_abandoned_before_the_post_it_is_quiet_at_once(bench: Bench) -> None:
+    bench.open()
+    assert bench.desk.abandon("r")
+    assert bench.client.released == [("t", 2)]
+    # The answer of the side channel comes too late to start anything.
+    assert bench.advance() == []
+    assert bench.executor.posted == []
+    assert bench.executor.given_up == []
+
+
+def test_abandoned_after_the_post_it_drains_on_every_rank_and_is_told_once(bench: Bench) -> None:
+    bench.start()
+    assert not bench.desk.abandon("r")
+    assert bench.client.released == [("t", 2)]
+    assert bench.desk.num_draining == 1
+    bench.tell(0, "drained")
+    assert bench.advance() == []
+    bench.tell(1, "drained")
+    assert bench.advance() == [ReadOutcome("r", is_ready=False, is_quiet=True)]
+    bench.tell(1, "drained")
+    assert bench.advance() == []
+    assert bench.desk.num_draining == 0
+
+
+def test_a_rank_that_had_ended_before_need_not_drain(bench: Bench) -> None:
+    bench.start()
+    bench.tell(0, "done")
+    bench.advance()
+    assert not bench.desk.abandon("r")
+    bench.tell(1, "drained")
+    assert bench.advance() == [ReadOutcome("r", is_ready=False, is_quiet=True)]
+
+
+def test_reads_do_not_wait_for_each_other(bench: Bench) -> None:
+    bench.start("slow")
+    bench.start("quick")
+    for rank in (0, 1):
+        bench.tell(rank, "done", "quick")
+    assert bench.advance() == [ReadOutcome("quick", is_ready=True, is_quiet=True)]
+    assert bench.desk.is_reading("slow")
+    assert bench.desk.is_busy()
+
+
+def test_events_of_unknown_reads_are_ignored(bench: Bench) -> None:
+    bench.start()
+    bench.client.events = [OpenEvent("other", "open", peer=PEER)]
+    bench.tell(0, "done", "other")
+    assert bench.advance() == []
+    assert bench.desk.is_reading("r")
