@@ -1,5 +1,38 @@
-"""Mixture of experts: routing, and the MLPs of the chosen experts."""
+"""Mixture of experts: routing, and the MLPs of the chosen experts.
 
-from tandem.ops.experts.reference import experts_mlp, route_sigmoid
+Shapes and sources are stated in `reference`; these functions choose the implementation.
+"""
+
+import torch
+
+from tandem.ops.dispatch import choose
+from tandem.ops.experts import reference
 
 __all__ = ["experts_mlp", "route_sigmoid"]
+
+
+def route_sigmoid(
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, ids) of the chosen experts; see `reference.route_sigmoid`."""
+    return choose("experts", reference, logits).route_sigmoid(
+        logits, correction_bias, top_k, num_groups, topk_groups, normalize, scale
+    )
+
+
+def experts_mlp(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Weighted sum of the MLPs that each token chose; see `reference.experts_mlp`."""
+    return choose("experts", reference, x).experts_mlp(x, up, down, weights, ids, activation)

@@ -1,0 +1,381 @@
+"""`python -m tandem.bench.kernels`: each kernel on a GPU beside its floor, at two models' shapes.
+
+The floor of a case is the longer of two times: the bytes that must move (each input read once, each
+output written once) over the measured copy rate, and the operations over the measured rate of a
+large product. Inputs are random; the L2 cache is emptied before each run. Medians.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tandem.ops.attention import paged_attention, write_kv
+from tandem.ops.conv1d import conv1d_prefill, conv1d_update
+from tandem.ops.experts import experts_mlp, route_sigmoid
+from tandem.ops.norm import add_rms_norm, gated_rms_norm
+from tandem.ops.ssd import ssd_prefill, ssd_update
+
+_DTYPE = torch.bfloat16
+_NO_LIMIT = (0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """One model's layers, as far as kernels see them. `experts`: (number, inner size, top k)."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ssm_heads: int
+    ssm_head_dim: int
+    groups: int
+    state_size: int
+    num_ssm_layers: int
+    num_attention_layers: int
+    experts: tuple[int, int, int] | None
+
+    @property
+    def inner(self) -> int:
+        return self.ssm_heads * self.ssm_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return self.inner + 2 * self.groups * self.state_size
+
+
+NANO = Shapes("nano", 2688, 32, 2, 128, 64, 64, 8, 128, 23, 6, (128, 1856, 6))
+NEMOTRON_8B = Shapes("8b", 4096, 32, 8, 128, 128, 64, 8, 128, 24, 4, None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`build` makes the inputs and returns the launch; bytes and operations are those it needs."""
+
+    name: str
+    build: Callable[[], Callable[[], object]]
+    nbytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    us: float
+    floor_us: float
+    is_bound_by_bytes: bool
+
+    @property
+    def share(self) -> float:
+        return self.floor_us / self.us
+
+
+def _randn(*shape: int, dtype: torch.dtype = _DTYPE) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def _slots(count: int) -> torch.Tensor:
+    return torch.randperm(count, device="cuda")
+
+
+def _starts(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+
+
+def _strided(rows: int, gap: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """`rows` parts in an arena in which the other layers' parts lie between them."""
+    numel = torch.Size(shape).numel()
+    buffer = torch.empty(rows * gap * numel, device="cuda", dtype=dtype)
+    strides = [torch.Size(shape[axis + 1 :]).numel() for axis in range(len(shape))]
+    view = buffer.as_strided((rows, *shape), (gap * numel, *strides))
+    view.normal_()
+    return view
+
+
+def _ssm_inputs(shapes: Shapes, num_tokens: int) -> tuple:
+    """x, dt, A, B, C, D and dt_bias; x, B, C and dt are slices, as their producers leave them."""
+    width = shapes.groups * shapes.state_size
+    channels = _randn(num_tokens, shapes.conv_channels)
+    x, B, C = channels.split([shapes.inner, width, width], dim=1)
+    per_group = (shapes.groups, shapes.state_size)
+    dt = _randn(num_tokens, shapes.inner + shapes.conv_channels + shapes.ssm_heads)
+    fp32 = torch.float32
+    A, D, bias = (_randn(shapes.ssm_heads, dtype=fp32) for _ in range(3))
+    return (
+        x.unflatten(1, (shapes.ssm_heads, shapes.ssm_head_dim)),
+        dt[:, -shapes.ssm_heads :],
+        -A.exp(),
+        B.unflatten(1, per_group),
+        C.unflatten(1, per_group),
+        D,
+        bias,
+    )
+
+
+def ssd_update_case(shapes: Shapes, rows: int, dtype: torch.dtype = torch.float32) -> Case:
+    def build() -> Callable[[], object]:
+        x, dt, A, B, C, D, bias = _ssm_inputs(shapes, rows)
+        shape = (shapes.ssm_heads, shapes.ssm_head_dim, shapes.state_size)
+        state, slots = _strided(max(rows, 8), shapes.num_ssm_layers, shape, dtype), _slots(rows)
+        return lambda: ssd_update(x, dt, A, B, C, D, state, slots, bias, _NO_LIMIT)
+
+    per_row = 2 * shapes.inner * shapes.state_size * dtype.itemsize
+    per_row += 2 * (shapes.conv_channels + shapes.inner)
+    kind = "" if dtype is torch.float32 else ", bf16 state"
+    return Case(f"{shapes.name} ssd_update {rows}{kind}", build, rows * per_row)
+
+
+def ssd_prefill_case(shapes: Shapes, lengths: list[int]) -> Case:
+    num_tokens, rows = sum(lengths), len(lengths)
+
+    def build() -> Callable[[], object]:
+        x, dt, A, B, C, D, bias = _ssm_inputs(shapes, num_tokens)
+        shape = (shapes.ssm_heads, shapes.ssm_head_dim, shapes.state_size)
+        state = _strided(rows, shapes.num_ssm_layers, shape, torch.float32)
+        rest = (_slots(rows), _starts(lengths), torch.ones(rows, dtype=torch.bool, device="cuda"))
+        return lambda: ssd_prefill(x, dt, A, B, C, D, state, *rest, bias, _NO_LIMIT)
+
+    nbytes = num_tokens * 2 * (shapes.conv_channels + shapes.inner + shapes.ssm_heads)
+    nbytes += rows * 2 * shapes.inner * shapes.state_size * 4
+    # In chunks of 64 tokens, the scores once a group.
+    flops = shapes.groups * 2 * 64 * shapes.state_size
+    flops += shapes.inner * (2 * 64 + 4 * shapes.state_size)
+    return Case(
+        f"{shapes.name} ssd_prefill {rows} x {lengths[0]}", build, nbytes, num_tokens * flops
+    )
+
+
+def conv1d_case(shapes: Shapes, lengths: list[int], is_update: bool) -> Case:
+    num_tokens, rows, channels = sum(lengths), len(lengths), shapes.conv_channels
+
+    def build() -> Callable[[], object]:
+        x = _randn(num_tokens, shapes.inner + channels + shapes.ssm_heads)
+        x = x[:, shapes.inner : shapes.inner + channels]
+        weight, bias = _randn(channels, 4), _randn(channels)
+        width = shapes.groups * shapes.state_size
+        windows = [
+            _strided(rows, shapes.num_ssm_layers, (part, 3), _DTYPE)
+            for part in (shapes.inner, width, width)
+        ]
+        slots = _slots(rows)
+        if is_update:
+            return lambda: conv1d_update(x, weight, bias, windows, slots)
+        rest = (slots, _starts(lengths), torch.ones(rows, dtype=torch.bool, device="cuda"))
+        return lambda: conv1d_prefill(x, weight, bias, windows, *rest)
+
+    nbytes = 2 * channels * (2 * num_tokens + 6 * rows)
+    name = f"conv1d_update {rows}" if is_update else f"conv1d_prefill {rows} x {lengths[0]}"
+    return Case(f"{shapes.name} {name}", build, nbytes)
+
+
+def _paged(shapes: Shapes, contexts: list[int], page_tokens: int) -> tuple:
+    pages_each = [-(-context // page_tokens) for context in contexts]
+    shape = (shapes.kv_heads, 2, page_tokens, shapes.head_dim)
+    kv = _strided(sum(pages_each), shapes.num_attention_layers, shape, _DTYPE)
+    order = torch.randperm(sum(pages_each)).int()
+    table = torch.zeros(len(contexts), max(pages_each), dtype=torch.int32)
+    for row, pages in enumerate(order.split(pages_each)):
+        table[row, : len(pages)] = pages
+    return kv, table.cuda(), torch.tensor(contexts, dtype=torch.int32, device="cuda")
+
+
+def attention_decode_case(shapes: Shapes, rows: int, context: int, page_tokens: int) -> Case:
+    def build() -> Callable[[], object]:
+        kv, table, contexts = _paged(shapes, [context] * rows, page_tokens)
+        q, starts = _randn(rows, shapes.heads, shapes.head_dim), _starts([1] * rows)
+        scale = shapes.head_dim**-0.5
+        return lambda: paged_attention(q, kv, table, starts, contexts, scale, rows)
+
+    name = f"{shapes.name} attention decode {rows} x {context}, pages of {page_tokens}"
+    return Case(name, build, rows * context * shapes.kv_heads * 2 * shapes.head_dim * 2)
+
+
+def attention_prefill_case(shapes: Shapes, rows: int, length: int, page_tokens: int) -> Case:
+    def build() -> Callable[[], object]:
+        kv, table, contexts = _paged(shapes, [length] * rows, page_tokens)
+        q = _randn(rows * length, shapes.heads, shapes.head_dim)
+        starts, scale = _starts([length] * rows), shapes.head_dim**-0.5
+        return lambda: paged_attention(q, kv, table, starts, contexts, scale, 0)
+
+    flops = rows * 2.0 * length * length * shapes.heads * shapes.head_dim
+    nbytes = rows * length * 2 * shapes.head_dim * (2 * shapes.heads + 2 * shapes.kv_heads)
+    name = f"{shapes.name} attention prefill {rows} x {length}, pages of {page_tokens}"
+    return Case(name, build, nbytes, flops)
+
+
+def write_kv_case(shapes: Shapes, num_tokens: int) -> Case:
+    def build() -> Callable[[], object]:
+        kv, table, _ = _paged(shapes, [num_tokens], 16)
+        k, v = _randn(2, num_tokens, shapes.kv_heads, shapes.head_dim)
+        at = torch.arange(num_tokens, device="cuda")
+        pages, offsets = table[0, at // 16].long(), at % 16
+        return lambda: write_kv(k, v, kv, pages, offsets)
+
+    nbytes = num_tokens * shapes.kv_heads * shapes.head_dim * 8
+    return Case(f"{shapes.name} write_kv {num_tokens}", build, nbytes)
+
+
+def norm_case(shapes: Shapes, num_tokens: int) -> Case:
+    def build() -> Callable[[], object]:
+        x, residual = _randn(2, num_tokens, shapes.hidden)
+        weight = _randn(shapes.hidden)
+        return lambda: add_rms_norm(x, residual, weight, 1e-5)
+
+    nbytes = num_tokens * shapes.hidden * 8
+    return Case(f"{shapes.name} add_rms_norm {num_tokens}", build, nbytes)
+
+
+def gated_norm_case(shapes: Shapes, num_tokens: int) -> Case:
+    def build() -> Callable[[], object]:
+        y, weight = _randn(num_tokens, shapes.inner), _randn(shapes.inner)
+        gate = _randn(num_tokens, shapes.inner + shapes.conv_channels)[:, : shapes.inner]
+        size = shapes.inner // shapes.groups
+        return lambda: gated_rms_norm(y, gate, weight, 1e-5, size)
+
+    nbytes = num_tokens * shapes.inner * 6
+    return Case(f"{shapes.name} gated_rms_norm {num_tokens}", build, nbytes)
+
+
+def routing_case(shapes: Shapes, num_tokens: int) -> Case:
+    assert shapes.experts is not None
+    num_experts, _, top_k = shapes.experts
+
+    def build() -> Callable[[], object]:
+        logits, bias = _randn(num_tokens, num_experts).float(), _randn(num_experts).float()
+        return lambda: route_sigmoid(logits, bias, top_k, 1, 1, True, 2.5)
+
+    nbytes = num_tokens * (num_experts * 4 + top_k * 12)
+    return Case(f"{shapes.name} route_sigmoid {num_tokens}", build, nbytes)
+
+
+def experts_case(shapes: Shapes, num_tokens: int) -> Case:
+    """Tokens choose evenly at random; the bytes are those of the experts that were chosen."""
+    assert shapes.experts is not None
+    num_experts, inner, top_k = shapes.experts
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices
+    matrix = shapes.hidden * inner
+
+    def build() -> Callable[[], object]:
+        x = _randn(num_tokens, shapes.hidden)
+        up = _randn(num_experts, inner, shapes.hidden).mul_(0.02)
+        down = _randn(num_experts, shapes.hidden, inner).mul_(0.02)
+        weights = torch.rand(num_tokens, top_k, device="cuda")
+        chosen = ids.cuda()
+        return lambda: experts_mlp(x, up, down, weights, chosen, "relu2")
+
+    nbytes = len(ids.unique()) * 2 * matrix * 2 + num_tokens * shapes.hidden * 4
+    return Case(
+        f"{shapes.name} experts {num_tokens}", build, nbytes, num_tokens * top_k * 4.0 * matrix
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Every case that the notes list."""
+    for rows in (1, 8, 64, 256):
+        yield ssd_update_case(NANO, rows)
+    yield ssd_update_case(NANO, 256, _DTYPE)
+    yield ssd_update_case(NEMOTRON_8B, 256)
+    for lengths in ([1024], [8192], [8192] * 16):
+        yield ssd_prefill_case(NANO, lengths)
+    yield ssd_prefill_case(NEMOTRON_8B, [8192])
+    for rows in (1, 256):
+        yield conv1d_case(NANO, [1] * rows, is_update=True)
+    for lengths in ([1024], [8192] * 4):
+        yield conv1d_case(NANO, lengths, is_update=False)
+    for rows, context, page_tokens in (
+        (1, 640, 16),
+        (256, 640, 16),
+        (256, 640, 64),
+        (1, 32768, 16),
+    ):
+        yield attention_decode_case(NANO, rows, context, page_tokens)
+    yield attention_decode_case(NEMOTRON_8B, 256, 640, 16)
+    for rows, length, page_tokens in ((1, 1024, 16), (1, 8192, 16), (1, 8192, 64), (16, 8192, 64)):
+        yield attention_prefill_case(NANO, rows, length, page_tokens)
+    yield write_kv_case(NANO, 8192)
+    for num_tokens in (1, 256, 8192):
+        yield norm_case(NANO, num_tokens)
+        yield gated_norm_case(NANO, num_tokens)
+    for num_tokens in (256, 8192):
+        yield routing_case(NANO, num_tokens)
+    for num_tokens in (1, 8, 32, 64, 256, 1024, 8192):
+        yield experts_case(NANO, num_tokens)
+
+
+def median_us(launch: Callable[[], object], rep_ms: int = 50) -> float:
+    from triton.testing import do_bench
+
+    return 1e3 * do_bench(launch, warmup=15, rep=rep_ms, return_mode="median")
+
+
+def measure_ceilings() -> tuple[float, float]:
+    """(bytes per second of a large copy, read and written; operations per second of a product)."""
+    source, target = torch.randn(2, 1 << 29, device="cuda")
+    a, b = _randn(2, 8192, 8192)
+    copied = 2 * source.numel() * source.element_size()
+    return (
+        copied / (median_us(lambda: target.copy_(source)) * 1e-6),
+        2 * 8192.0**3 / (median_us(lambda: a @ b) * 1e-6),
+    )
+
+
+def run(name_contains: str = "") -> dict:
+    """Time the cases whose name contains `name_contains`; figures and the card they are of."""
+    bytes_per_s, flops_per_s = measure_ceilings()
+    results = []
+    for case in cases():
+        if name_contains not in case.name:
+            continue
+        us = median_us(case.build())
+        by_bytes, by_flops = case.nbytes / bytes_per_s * 1e6, case.flops / flops_per_s * 1e6
+        results.append(Result(case.name, us, max(by_bytes, by_flops), by_bytes >= by_flops))
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "gbytes_per_s": bytes_per_s / 1e9,
+        "tflops_per_s": flops_per_s / 1e12,
+        "results": [{**asdict(result), "share_of_floor": result.share} for result in results],
+    }
+
+
+def render(report: dict, console: Console) -> None:
+    """The report as a table."""
+    table = Table(
+        title=f"{report['device']}, copy {report['gbytes_per_s']:.0f} GB/s, "
+        f"product {report['tflops_per_s']:.0f} TFLOP/s"
+    )
+    for heading in ("", "us", "floor us", "bound by", "floor / time"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for result in report["results"]:
+        table.add_row(
+            result["name"],
+            f"{result['us']:.1f}",
+            f"{result['floor_us']:.1f}",
+            "bytes" if result["is_bound_by_bytes"] else "operations",
+            f"{result['share_of_floor']:.0%}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the report here too")
+    arguments = parser.parse_args()
+    with torch.inference_mode():
+        report = run(arguments.only)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1))
+    render(report, Console(width=110))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What the Triton kernels of several ops share: tiles of packed rows, dtypes, size of the device.
+
+Imports Triton, so only the `triton.py` files import it. A launch over packed rows does not know
+their lengths, which lie on the device: it starts as many programs as any lengths could need, and
+each finds its own tile, or none.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """A tensor of a dtype the kernels know, outside of any graph of gradients."""
+    return x.dtype in FLOATS and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def num_tiles(num_items: int, num_rows: int, tile: int) -> int:
+    """The most tiles that `num_rows` rows of `num_items` items in all can need, each row cut anew.
+
+    A row of n items needs (n + tile - 1) // tile, and no row needs more tiles than it has items.
+    """
+    return min((num_items + num_rows * (tile - 1)) // tile, num_items)
+
+
+def next_tile(extent: int) -> int:
+    """The power of two that holds `extent` and is no smaller than a matrix instruction takes."""
+    return max(16, triton.next_power_of_2(extent))
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; a small number where kernels are interpreted on a CPU."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def find_tile(p_starts, num_rows, i_tile, BT: tl.constexpr, BR: tl.constexpr):
+    """(row of the tile, its index within the row) of tile `i_tile` over all rows in order.
+
+    p_starts: ascending [num_rows + 1]. The row is num_rows where there is no such tile.
+    """
+    row = i_tile * 0
+    num_before = i_tile * 0  # tiles of the rows in front of the one found
+    num_seen = i_tile * 0
+    for first in range(0, num_rows, BR):
+        o_r = first + tl.arange(0, BR)
+        b_start = tl.load(p_starts + o_r, mask=o_r < num_rows, other=0).to(tl.int32)
+        b_stop = tl.load(p_starts + o_r + 1, mask=o_r < num_rows, other=0).to(tl.int32)
+        b_end = num_seen + tl.cumsum((b_stop - b_start + BT - 1) // BT, 0)
+        is_before = (o_r < num_rows) & (b_end <= i_tile)
+        row += tl.sum(is_before.to(tl.int32), 0)
+        num_before = tl.maximum(num_before, tl.max(tl.where(is_before, b_end, 0), 0))
+        num_seen = tl.max(b_end, 0)
+    return row, i_tile - num_before

@@ -1,0 +1,327 @@
+"""Random problems of each op on any device, and their comparison with the reference.
+
+Used on a GPU by the tests beside it, and in small on the Triton interpreter by tests/unit/ops. The
+reference gets the same values in fp32, so that what is compared is the kernel's rounding alone.
+Outputs come from memory that was just filled with NaN; pages and slots hold NaN at first.
+"""
+
+from types import ModuleType
+
+import torch
+
+from tandem.ops.activation import reference as activation_reference
+from tandem.ops.attention import reference as attention_reference
+from tandem.ops.conv1d import reference as conv1d_reference
+from tandem.ops.experts import reference as experts_reference
+from tandem.ops.norm import reference as norm_reference
+from tandem.ops.ssd import reference as ssd_reference
+from tests.tolerances import assert_close
+from tests.unit.ops.arena import GarbageArena
+
+NO_LIMIT = (0.0, float("inf"))
+
+
+class Random:
+    """Random tensors on one device from one seed."""
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        values = torch.randn(*shape, generator=self._generator, device=self.device)
+        return values.to(dtype)
+
+    def starts(self, lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32)
+
+    def index(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def poison(numel: int, device: str) -> None:
+    """Leave NaN in the memory that the allocator hands out next."""
+    if numel:
+        torch.full((numel,), torch.nan, device=device)
+
+
+def arena(rng: Random, num_rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> GarbageArena:
+    with torch.device(rng.device):
+        return GarbageArena(num_rows, shape, dtype)
+
+
+def check_ssd_prefill(
+    module: ModuleType,
+    device: str,
+    lengths: list[int],
+    has_state: list[bool],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    heads: int = 4,
+    groups: int = 2,
+    head_dim: int = 64,
+    state_size: int = 128,
+    limit: tuple[float, float] = NO_LIMIT,
+    has_skip: bool = True,
+) -> None:
+    rng = Random(device)
+    num_tokens, rows = sum(lengths), len(lengths)
+    widths = [heads * head_dim, groups * state_size, groups * state_size]
+    x, B, C = rng.normal(num_tokens, sum(widths) + 3, dtype=dtype)[:, 3:].split(widths, dim=1)
+    x, B, C = (
+        x.unflatten(1, (heads, head_dim)),
+        B.unflatten(1, (groups, state_size)),
+        C.unflatten(1, (groups, state_size)),
+    )
+    dt = (rng.normal(num_tokens, heads + 5) - 2).to(dtype)[:, 5:]
+    A, bias = -torch.exp(rng.normal(heads)), rng.normal(heads)
+    D = rng.normal(heads) if has_skip else None
+    slots = [2 * row + 1 for row in range(rows)][::-1]
+    states = arena(rng, 2 * rows + 1, (heads, head_dim, state_size), state_dtype)
+    for slot, is_live in zip(slots, has_state, strict=True):
+        if is_live:
+            states.fill(slot, rng.normal(heads, head_dim, state_size))
+    rest = (rng.index(slots), rng.starts(lengths), torch.tensor(has_state, device=device))
+    expected_state = states.view.float().clone()
+    expected = ssd_reference.ssd_prefill(
+        x.float(), dt, A, B.float(), C.float(), D, expected_state, *rest, bias, limit
+    )
+    poison(x.numel(), device)
+    y = module.ssd_prefill(x, dt, A, B, C, D, states.view, *rest, bias, limit)
+
+    assert y.dtype == dtype
+    assert_close(y, expected)
+    touched = [slot for slot, length in zip(slots, lengths, strict=True) if length]
+    states.assert_only_changed(touched)
+    # The state is a sum of products of operands in x.dtype.
+    assert_close(states.view[touched], expected_state[touched], coarser(dtype, state_dtype))
+
+
+def check_ssd_update(
+    module: ModuleType,
+    device: str,
+    rows: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    heads: int = 4,
+    groups: int = 2,
+    head_dim: int = 64,
+    state_size: int = 128,
+    limit: tuple[float, float] = (0.01, 2.0),
+) -> None:
+    rng = Random(device)
+    x = rng.normal(rows, heads * head_dim + 3, dtype=dtype)[:, 3:].unflatten(1, (heads, head_dim))
+    B, C = rng.normal(2, rows, groups, state_size, dtype=dtype)
+    dt = rng.normal(rows, heads + 5, dtype=dtype)[:, 5:]
+    A, bias, D = -torch.exp(rng.normal(heads)), rng.normal(heads), rng.normal(heads)
+    slots = [2 * row + 1 for row in range(rows)][::-1]
+    states = arena(rng, 2 * rows + 1, (heads, head_dim, state_size), state_dtype)
+    for slot in slots:
+        states.fill(slot, rng.normal(heads, head_dim, state_size))
+    expected_state = states.view.float().clone()
+    expected = ssd_reference.ssd_update(
+        x.float(), dt, A, B.float(), C.float(), D, expected_state, rng.index(slots), bias, limit
+    )
+    poison(x.numel(), device)
+    y = module.ssd_update(x, dt, A, B, C, D, states.view, rng.index(slots), bias, limit)
+
+    assert y.dtype == dtype
+    assert_close(y, expected)
+    states.assert_only_changed(slots)
+    assert_close(states.view[slots], expected_state[slots], state_dtype)
+
+
+def check_conv1d(
+    module: ModuleType,
+    device: str,
+    lengths: list[int],
+    has_state: list[bool] | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    channels: tuple[int, ...] = (6, 3, 3),
+    taps: int = 4,
+    activation: str | None = "silu",
+    has_bias: bool = True,
+) -> None:
+    """has_state None: rows of one token through `conv1d_update`."""
+    rng = Random(device)
+    rows, width = len(lengths), sum(channels)
+    x = rng.normal(sum(lengths), width + 5, dtype=dtype)[:, 5:]
+    weight = rng.normal(width, taps, dtype=dtype)
+    bias = rng.normal(width, dtype=dtype) if has_bias else None
+    slots = [2 * row + 1 for row in range(rows)][::-1]
+    windows = [arena(rng, 2 * rows + 1, (part, taps - 1), dtype) for part in channels]
+    for slot, is_live in zip(slots, has_state or [True] * rows, strict=True):
+        for window, part in zip(windows, channels, strict=True):
+            if is_live:
+                window.fill(slot, rng.normal(part, taps - 1))
+    views = [window.view for window in windows]
+    copies = [view.float().clone() for view in views]
+    args = (x.float(), weight.float(), None if bias is None else bias.float())
+    if has_state is None:
+        name, rest = "conv1d_update", (rng.index(slots), activation)
+    else:
+        live = torch.tensor(has_state, device=device)
+        name = "conv1d_prefill"
+        rest = (rng.index(slots), rng.starts(lengths), live, activation)
+    expected = getattr(conv1d_reference, name)(*args, copies, *rest)
+    poison(x.numel(), device)
+    y = getattr(module, name)(x, weight, bias, views, *rest)
+
+    assert y.dtype == dtype
+    assert_close(y, expected)
+    touched = [slot for slot, length in zip(slots, lengths, strict=True) if length]
+    for window, copy in zip(windows, copies, strict=True):
+        window.assert_only_changed(touched)
+        assert torch.equal(window.view[touched].float(), copy[touched])  # raw inputs, only moved
+
+
+def check_attention(
+    module: ModuleType,
+    device: str,
+    lengths: list[int],
+    contexts: list[int],
+    num_decode: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page_tokens: int = 16,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 128,
+) -> None:
+    rng = Random(device)
+    num_pages = [-(-context // page_tokens) for context in contexts]
+    total = sum(num_pages)
+    pages_of = torch.randperm(2 * total + 1, generator=torch.Generator().manual_seed(1)).tolist()
+    pages = arena(rng, 2 * total + 1, (kv_heads, 2, page_tokens, head_dim), dtype)
+    # Entries beyond the context name no page at all.
+    table = torch.full((len(contexts), max(num_pages) + 2), 1 << 30, dtype=torch.int32)
+    where: list[int] = []
+    for row, count in enumerate(num_pages):
+        own = pages_of[len(where) : len(where) + count]
+        where += own
+        table[row, :count] = torch.tensor(own, dtype=torch.int32)
+    positions = [torch.arange(context) for context in contexts]
+    token_pages = torch.cat(
+        [table[row, at // page_tokens].long() for row, at in enumerate(positions)]
+    ).to(device)
+    offsets = torch.cat([at % page_tokens for at in positions]).to(device)
+    k, v = rng.normal(2, sum(contexts), kv_heads, head_dim, dtype=dtype)
+    module.write_kv(k, v, pages.view, token_pages, offsets)
+    assert torch.equal(pages.view[token_pages, :, 0, offsets], k)
+    assert torch.equal(pages.view[token_pages, :, 1, offsets], v)
+    assert int((~pages.view.isnan()).sum()) == k.numel() + v.numel()
+
+    q = rng.normal(sum(lengths), heads + 1, head_dim, dtype=dtype)[:, 1:]
+    rest = (
+        table.to(device),
+        rng.starts(lengths),
+        rng.index(contexts, torch.int32),
+        head_dim**-0.5,
+        num_decode,
+    )
+    expected = attention_reference.paged_attention(q.float(), pages.view.float(), *rest)
+    poison(q.numel(), device)
+    out = module.paged_attention(q, pages.view, *rest)
+    assert out.dtype == dtype
+    assert_close(out, expected)
+
+
+def check_norms(
+    module: ModuleType, device: str, num_tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    rng = Random(device)
+    x, weight = (
+        rng.normal(num_tokens, width + 3, dtype=dtype)[:, 3:],
+        rng.normal(width, dtype=dtype),
+    )
+    poison(x.numel(), device)
+    assert_close(
+        module.rms_norm(x, weight, 1e-5),
+        norm_reference.rms_norm(x.float(), weight.float(), 1e-5),
+        dtype,
+    )
+    for residual_dtype in {dtype, torch.float32}:
+        residual = rng.normal(num_tokens, width, dtype=residual_dtype)
+        out, total = module.add_rms_norm(x, residual, weight, 1e-5)
+        expected, expected_total = norm_reference.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, expected_total)
+        assert_close(out, expected.float())
+
+
+def check_gated_norm(
+    module: ModuleType,
+    device: str,
+    num_tokens: int,
+    groups: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> None:
+    rng = Random(device)
+    width = groups * group_size
+    y, weight = rng.normal(num_tokens, width, dtype=dtype), rng.normal(width, dtype=dtype)
+    gate = rng.normal(num_tokens, width + 7, dtype=dtype)[:, :width]
+    poison(y.numel(), device)
+    out = module.gated_rms_norm(y, gate, weight, 1e-5, group_size)
+    expected = norm_reference.gated_rms_norm(
+        y.float(), gate.float(), weight.float(), 1e-5, group_size
+    )
+    assert_close(out, expected, dtype)
+
+
+def check_activations(
+    module: ModuleType, device: str, num_tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    x = Random(device).normal(num_tokens, 2 * width, dtype=dtype)
+    poison(x.numel(), device)
+    assert_close(module.relu2(x), activation_reference.relu2(x.float()), dtype)
+    assert_close(module.silu_mul(x), activation_reference.silu_mul(x.float()), dtype)
+
+
+def check_routing(
+    module: ModuleType, device: str, num_tokens: int, num_experts: int, top_k: int, normalize: bool
+) -> None:
+    rng = Random(device)
+    logits, bias = rng.normal(num_tokens, num_experts), rng.normal(num_experts)
+    rest = (logits, bias, top_k, 1, 1, normalize, 2.5)
+    weights, ids = module.route_sigmoid(*rest)
+    expected_weights, expected_ids = experts_reference.route_sigmoid(*rest)
+    order, expected_order = ids.argsort(-1), expected_ids.argsort(-1)
+    assert ids.dtype == torch.int64
+    assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
+    assert_close(weights.gather(1, order), expected_weights.gather(1, expected_order))
+
+
+def check_experts(
+    module: ModuleType,
+    device: str,
+    num_tokens: int,
+    activation: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    num_experts: int = 16,
+    hidden: int = 96,
+    inner: int = 80,
+    top_k: int = 3,
+) -> None:
+    rng = Random(device)
+    x = rng.normal(num_tokens, hidden, dtype=dtype)
+    width = inner * (2 if activation == "silu_gated" else 1)
+    up = (rng.normal(num_experts, width, hidden) * hidden**-0.5).to(dtype)
+    down = (rng.normal(num_experts, hidden, inner) * inner**-0.5).to(dtype)
+    scores = rng.normal(num_tokens, num_experts - 1)  # the last expert gets no token
+    weights, ids = scores.softmax(-1).topk(top_k)
+    up[-1] = down[-1] = torch.nan
+    expected = experts_reference.experts_mlp(
+        x.float(), up.float(), down.float(), weights, ids, activation
+    )
+    poison(num_tokens * top_k * max(hidden, inner), device)
+    out = module.experts_mlp(x, up, down, weights, ids, activation)
+    assert out.dtype == dtype
+    assert_close(out, expected)
+
+
+def coarser(*dtypes: torch.dtype) -> torch.dtype:
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

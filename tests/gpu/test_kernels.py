@@ -1,0 +1,247 @@
+"""Each kernel against its reference at the sizes and lengths it is made for, and at odd ones."""
+
+import pytest
+import torch
+
+from tests.gpu import cases
+
+pytestmark = pytest.mark.gpu
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+CUDA = "cuda"
+
+
+@pytest.fixture(scope="module")
+def ops():
+    """The Triton modules; Triton itself is only there with CUDA."""
+    from tandem.ops.activation import triton as activation
+    from tandem.ops.attention import triton as attention
+    from tandem.ops.conv1d import triton as conv1d
+    from tandem.ops.experts import triton as experts
+    from tandem.ops.norm import triton as norm
+    from tandem.ops.ssd import triton as ssd
+
+    class Ops:
+        pass
+
+    Ops.activation, Ops.attention, Ops.conv1d = activation, attention, conv1d
+    Ops.experts, Ops.norm, Ops.ssd = experts, norm, ssd
+    return Ops
+
+
+@pytest.mark.parametrize("op", ["activation", "attention", "conv1d", "experts", "norm", "ssd"])
+def test_cuda_tensors_go_to_the_kernels(ops, op, monkeypatch):
+    from tandem.ops.dispatch import choose
+
+    x = torch.zeros(1, device=CUDA)
+    assert choose(op, None, x) is getattr(ops, op)
+    monkeypatch.setenv("TANDEM_NATIVE", "0")
+    assert choose(op, None, x) is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "has_state"),
+    [
+        ([1], [False]),
+        ([63], [True]),
+        ([257], [False]),
+        ([5, 0, 7], [True, True, False]),
+        ([0, 3], [False, False]),
+        ([64, 1, 128, 65], [True, False, True, False]),
+        ([3] * 300, [True, False, True] * 100),
+        ([32768], [False]),
+        ([30001, 40], [True, True]),
+    ],
+    ids=str,
+)
+def test_ssd_prefill(ops, lengths, has_state):
+    cases.check_ssd_prefill(ops.ssd, CUDA, lengths, has_state)
+
+
+@pytest.mark.parametrize("state_dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim", "state_size"), [(6, 3, 5, 7), (3, 1, 80, 16), (2, 2, 64, 128)]
+)
+def test_ssd_of_any_shape_and_dtype(ops, dtype, state_dtype, heads, groups, head_dim, state_size):
+    shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "state_size": state_size}
+    dtypes = {"dtype": dtype, "state_dtype": state_dtype}
+    rows = ([33, 0, 1, 90], [True, True, False, False])
+    cases.check_ssd_prefill(
+        ops.ssd, CUDA, *rows, limit=(0.01, 0.5), has_skip=False, **shape, **dtypes
+    )
+    cases.check_ssd_update(ops.ssd, CUDA, 5, **shape, **dtypes)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 64, 257])
+def test_ssd_update(ops, rows):
+    cases.check_ssd_update(ops.ssd, CUDA, rows, heads=8)
+
+
+def test_ssd_slots_beyond_32_bits_of_elements(ops):
+    """Slots far apart: slot index times stride needs 64 bits."""
+    stride, num_slots = 3 << 28, 4  # 3.2 GB of fp32 from slot to slot
+    buffer = torch.empty(num_slots * stride, device=CUDA)
+    state = buffer.as_strided((num_slots, 2, 16, 16), (stride, 256, 16, 1))
+    x, B, C = torch.randn(3, 2, 2, 16, device=CUDA, dtype=BF16)
+    dt, A, D = (
+        torch.randn(2, 2, device=CUDA),
+        -torch.rand(2, device=CUDA),
+        torch.rand(2, device=CUDA),
+    )
+    slots = torch.tensor([3, 1], device=CUDA)
+    state[slots] = torch.randn(2, 2, 16, 16, device=CUDA)
+    expected_state = state[slots].clone()
+    rows = torch.arange(2, device=CUDA)
+    from tandem.ops.ssd import reference
+
+    expected = reference.ssd_update(x, dt, A, B, C, D, expected_state, rows, A, cases.NO_LIMIT)
+    y = ops.ssd.ssd_update(x, dt, A, B, C, D, state, slots, A, cases.NO_LIMIT)
+    cases.assert_close(y, expected)
+    cases.assert_close(state[slots], expected_state)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "has_state"),
+    [
+        ([1], [False]),
+        ([63], [True]),
+        ([257], [False]),
+        ([5, 0, 7], [True, True, False]),
+        ([1, 2, 3, 1, 4], [True, False, True, False, True]),
+        ([2] * 300, [True, False, True] * 100),
+        ([32768], [True]),
+        ([1], None),
+        ([1] * 257, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("channels", [(6, 3, 3), (512, 128, 128)])
+def test_conv1d(ops, lengths, has_state, channels):
+    cases.check_conv1d(ops.conv1d, CUDA, lengths, has_state, channels=channels)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("taps", [2, 3, 4, 7])
+@pytest.mark.parametrize("channels", [(11,), (40, 7), (6, 3, 3, 5)])
+def test_conv1d_of_any_taps_and_windows(ops, dtype, taps, channels):
+    options = {"dtype": dtype, "taps": taps, "channels": channels}
+    cases.check_conv1d(ops.conv1d, CUDA, [9, 1, 40], [True, True, False], **options)
+    cases.check_conv1d(ops.conv1d, CUDA, [1, 1], None, activation=None, has_bias=False, **options)
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64])
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "num_decode"),
+    [
+        ([1], [1], 1),
+        ([1], [1], 0),
+        ([63], [63], 0),
+        ([257], [300], 0),
+        ([1, 1, 1], [1, 33, 1000], 3),
+        ([1, 1, 5, 0, 70, 1], [9, 32, 5, 20, 131, 1], 2),
+        ([2] * 300, [2] * 300, 0),
+        ([1] * 300, [17] * 300, 300),
+        ([1, 1], [32768, 5], 2),
+        ([500], [32768], 0),
+        ([8192], [8192], 0),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_attention(ops, lengths, contexts, num_decode, page_tokens):
+    cases.check_attention(
+        ops.attention, CUDA, lengths, contexts, num_decode, page_tokens=page_tokens
+    )
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (32, 2), (20, 1)])
+@pytest.mark.parametrize(("page_tokens", "head_dim"), [(8, 12), (128, 64), (24, 80)])
+def test_attention_of_any_grouping_and_page(ops, dtype, heads, kv_heads, page_tokens, head_dim):
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    cases.check_attention(
+        ops.attention, CUDA, [1, 1, 40], [70, 3, 90], 2, dtype=dtype, page_tokens=page_tokens,
+        **shape,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(
+    ("num_tokens", "width"), [(0, 8), (1, 7), (63, 48), (257, 2688), (5, 8192)]
+)
+def test_norms(ops, num_tokens, width, dtype):
+    cases.check_norms(ops.norm, CUDA, num_tokens, width, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(
+    ("num_tokens", "groups", "group_size"), [(0, 2, 8), (1, 3, 5), (257, 8, 512), (63, 8, 1024)]
+)
+def test_gated_norm(ops, num_tokens, groups, group_size, dtype):
+    cases.check_gated_norm(ops.norm, CUDA, num_tokens, groups, group_size, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(("num_tokens", "width"), [(0, 8), (1, 7), (257, 1856), (70000, 8)])
+def test_activations(ops, num_tokens, width, dtype):
+    cases.check_activations(ops.activation, CUDA, num_tokens, width, dtype)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 128, 6), (63, 12, 3), (257, 128, 6), (9, 3, 1)]
+)
+def test_routing(ops, num_tokens, num_experts, top_k, normalize):
+    cases.check_routing(ops.experts, CUDA, num_tokens, num_experts, top_k, normalize)
+
+
+def test_routing_of_nan_still_names_experts(ops):
+    logits = torch.full((5, 12), torch.nan, device=CUDA)
+    _, ids = ops.experts.route_sigmoid(logits, torch.zeros(12, device=CUDA), 3, 1, 1, True, 1.0)
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < 12
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 700, 1366, 4096])
+def test_order_by_expert_is_the_stable_sort(ops, num_tokens):
+    ids = torch.randint(0, 127, (num_tokens, 3), device=CUDA)
+    order, starts = ops.experts.order_by_expert(ids, 128)
+    values, expected = ids.flatten().sort(stable=True)
+    assert torch.equal(order.long(), expected)
+    assert torch.equal(starts.long(), torch.searchsorted(values, torch.arange(129, device=CUDA)))
+
+
+@pytest.mark.parametrize("activation", ["relu2", "silu_gated"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 17, 200, 1500])
+def test_experts(ops, num_tokens, activation):
+    cases.check_experts(ops.experts, CUDA, num_tokens, activation)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_experts_of_odd_shape(ops, dtype):
+    cases.check_experts(
+        ops.experts,
+        CUDA,
+        33,
+        "silu_gated",
+        dtype=dtype,
+        num_experts=5,
+        hidden=36,
+        inner=20,
+        top_k=2,
+    )
+
+
+def test_packed_linear_is_the_plain_product():
+    from tandem.ops.linear import PackedLinear
+
+    weight, bias = (
+        torch.randn(96, 64, device=CUDA, dtype=BF16),
+        torch.randn(96, device=CUDA).bfloat16(),
+    )
+    x = torch.randn(7, 64, device=CUDA, dtype=BF16)
+    packed = PackedLinear(weight, bias)
+    assert not packed.is_native
+    assert torch.equal(packed(x), torch.nn.functional.linear(x, weight, bias))
+    ids = torch.tensor([5, 0], device=CUDA)
+    assert torch.equal(packed.embedding(ids), weight[ids])
