@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.ops import native
+from tandem.ops.dispatch import is_native_enabled
 from tandem.state.arena import ArenaGeometry
 from tandem.state.spec import PlacedComponent, StateSpec
 from tandem.units import dtype_nbytes
@@ -40,6 +42,8 @@ def build_arena(spec: StateSpec, geometry: ArenaGeometry, device: torch.device) 
     reads."""
     # Room to start on an OS page: copies between processes and RDMA registration like it.
     raw = torch.empty(geometry.arena_nbytes + _PAGE_NBYTES_OF_OS, dtype=torch.uint8, device=device)
+    if device.type == "cpu" and is_native_enabled():
+        native.advise_huge_pages(raw)  # state updates stream through all of it
     skip = -raw.data_ptr() % _PAGE_NBYTES_OF_OS
     buffer = raw[skip : skip + geometry.arena_nbytes]
     views: dict[int, dict[str, torch.Tensor]] = {}
