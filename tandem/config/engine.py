@@ -8,6 +8,8 @@ from typing import Any
 
 from tandem.errors import ConfigError
 
+MAX_LEASE_S = 1e6
+
 
 def setting(default: Any, help: str) -> Any:
     """A dataclass field with its help text."""
@@ -100,6 +102,10 @@ class TransferOptions:
         _require(
             self.on_failure in ("recompute", "fail"),
             f"on_failure={self.on_failure!r}; expected recompute or fail",
+        )
+        _require(
+            self.lease_s <= MAX_LEASE_S,
+            f"lease_s={self.lease_s}; expected at most {MAX_LEASE_S:g}",
         )
         _require(
             0 < self.deadline_s < self.lease_s,

@@ -142,9 +142,10 @@ class EngineCore:
             raise RequestError(f"role={self.role} holds no prefills; use --role prefill", "hold")
         if request.ticket is not None and self._reads is None:
             raise RequestError(f"role={self.role} reads no tickets; use --role decode", "ticket")
+        first = () if request.ticket is None else (request.ticket.first_token,)
         outside = [
             token
-            for token in (*request.prompt_token_ids, *request.generated)
+            for token in (*request.prompt_token_ids, *request.generated, *first)
             if not 0 <= token < self._model.vocab_size
         ]
         if outside:
