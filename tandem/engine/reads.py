@@ -206,6 +206,8 @@ class ReadDesk:
         if read.is_given_up:
             del self._draining[event.request_id]
             return ReadOutcome(event.request_id, is_ready=False, is_quiet=True)
+        if read.error is None and not self._client.keeps(event.request_id, read.ticket):
+            read.error = "the lease ended before the read was seen to end"
         if read.error is not None:
             return self._fail(event.request_id, read.error)
         del self._reads[event.request_id]

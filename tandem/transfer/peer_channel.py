@@ -60,6 +60,7 @@ class _Open:
     is_kept: bool = False
     next_renewal: float = 0.0
     sequence: int | None = None  # of the lease request that waits for an answer
+    asked: float | None = None  # when that request was sent first
 
 
 @dataclass
@@ -124,6 +125,11 @@ class PeerChannel:
         self.forget(request_id)
         self._opens[request_id] = _Open(ticket, deadline)
 
+    def keeps(self, request_id: str) -> bool:
+        """Whether the lease has certainly not ended yet. Safe from any thread."""
+        opened = self._opens.get(request_id)
+        return opened is not None and opened.is_kept and time.monotonic() < opened.deadline
+
     def forget(self, request_id: str) -> None:
         opened = self._opens.pop(request_id, None)
         if opened is not None and opened.sequence is not None:
@@ -174,9 +180,11 @@ class PeerChannel:
                 needs_hello = True
                 continue
             if opened.sequence is None:
-                opened.sequence = next(self._sequences)
+                opened.sequence, opened.asked = next(self._sequences), None
             ticket = opened.ticket
-            self._send(LeaseRequest(opened.sequence, ticket.ticket_id, ticket.generation), now)
+            request = LeaseRequest(opened.sequence, ticket.ticket_id, ticket.generation)
+            if self._send(request, now) and opened.asked is None:
+                opened.asked = now
         for note in self._notes.values():
             self._send(note.message, now)
         if needs_hello:
@@ -186,15 +194,16 @@ class PeerChannel:
     def _is_met(self, ticket: Ticket) -> bool:
         return self._peer is not None and self._peer.key == (ticket.engine_id, ticket.generation)
 
-    def _send(self, message: Request, now: float) -> None:
+    def _send(self, message: Request, now: float) -> bool:
         """Send unless it was sent a short while ago; unsent ones are tried at each turn."""
         if now < self._next_send.get(message.sequence, 0.0):
-            return
+            return False
         try:
             self.socket.send_multipart(encode(message), flags=zmq.NOBLOCK)
         except zmq.Again:
-            return  # not connected
+            return False  # not connected
         self._next_send[message.sequence] = now + _REPEAT_S
+        return True
 
     def _end_overdue(self, now: float) -> None:
         for request_id, opened in list(self._opens.items()):
@@ -310,9 +319,13 @@ class PeerChannel:
             self.counts["renewals"] += 1
             if not opened.is_kept and not self._is_met(opened.ticket):
                 return  # the peer was dropped meanwhile: begin again with its hello
+            # The peer's time began between question and answer: only the question's is safe.
+            asked = now if opened.asked is None else opened.asked
+            if asked + reply.remaining_s <= now:
+                return  # the answer is too old to mean anything: ask again
+            opened.deadline = asked + reply.remaining_s
+            opened.next_renewal = asked + reply.remaining_s / 3
             was_kept, opened.is_kept = opened.is_kept, True
-            opened.deadline = now + reply.remaining_s
-            opened.next_renewal = now + reply.remaining_s / 3
             if not was_kept:
                 self._tell(Asked(request_id, "open", peer=self._peer))
             return

@@ -99,6 +99,12 @@ class TicketClient:
 
         self._submit(forget)
 
+    def keeps(self, request_id: str, ticket: Ticket) -> bool:
+        """Whether the lease of an open ticket has certainly not ended yet: what was read under it
+        until now may be used. A process that was stopped finds out here, before any event."""
+        channel = self._channels.get(ticket.address)
+        return channel is not None and channel.keeps(request_id)
+
     def drop_peer(self, key: tuple[str, str]) -> None:
         """An incarnation could not be read: the next ticket of it begins with a hello."""
 

@@ -38,6 +38,7 @@ class FakeClient:
         self.released: list[tuple[str, int]] = []
         self.dropped: list[tuple[str, str]] = []
         self.dead: set[str] = set()
+        self.keeps_leases = True
 
     def open(self, request_id: str, ticket: Ticket) -> None:
         self.opened.append(request_id)
@@ -50,6 +51,9 @@ class FakeClient:
 
     def is_peer_dead(self, engine_id: str, generation: str) -> bool:
         return engine_id in self.dead
+
+    def keeps(self, request_id: str, ticket: Ticket) -> bool:
+        return self.keeps_leases
 
     def poll(self) -> list[OpenEvent]:
         events, self.events = self.events, []
@@ -195,6 +199,17 @@ def test_a_lost_lease_gives_the_read_up_and_its_bytes_are_not_used(bench: Bench)
     bench.tell(1, "drained")
     assert bench.advance() == [ReadOutcome("r", is_ready=False, is_quiet=True)]
     assert not bench.desk.is_busy()
+
+
+def test_what_is_seen_to_arrive_after_the_lease_is_not_used(bench: Bench) -> None:
+    """A process that was stopped wakes up with both the bytes and the end of the lease."""
+    bench.start()
+    bench.tell(0, "done")
+    bench.tell(1, "done")
+    bench.client.keeps_leases = False
+    (outcome,) = bench.advance()
+    assert (outcome.is_ready, outcome.is_quiet) == (False, True)
+    assert outcome.error == "the lease ended before the read was seen to end"
 
 
 def test_the_deadline_runs_from_the_post(bench: Bench) -> None:

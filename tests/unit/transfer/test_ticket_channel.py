@@ -156,6 +156,37 @@ def test_a_lease_that_ends_while_it_is_read_is_reported_lost(prefill, client):
     assert (found.request_id, found.status) == ("r", "lost")
 
 
+def test_a_lease_lasts_from_the_question_not_from_the_answer(prefill, client):
+    """The engine's time began when it was asked. An answer that comes later than it lasts opens
+    nothing: the memory may be another request's by now."""
+    engine = prefill(lease_s=0.5)
+    ticket = engine.grant()
+    renew = engine.leases.renew
+
+    def renew_and_dawdle(ticket_id):
+        remaining_s = renew(ticket_id)
+        time.sleep(0.6)
+        return remaining_s
+
+    engine.leases.renew = renew_and_dawdle
+    client.open("r", ticket)
+    found = event(client)
+    assert (found.status, found.peer) == ("failed", None)
+    assert "has ended" in found.error
+
+
+def test_an_open_ticket_keeps_its_lease_and_no_other_does(prefill, client):
+    engine = prefill(lease_s=0.5)
+    ticket = engine.grant()
+    assert not client.keeps("r", ticket)
+    client.open("r", ticket)
+    assert event(client).status == "open"
+    assert client.keeps("r", ticket)
+    assert not client.keeps("other", ticket)
+    engine.server.close()
+    wait_for(lambda: not client.keeps("r", ticket), timeout_s=1.0)
+
+
 def test_a_lease_that_cannot_be_renewed_in_time_is_reported_lost(prefill, client):
     engine = prefill(lease_s=0.4)
     client.open("r", engine.grant())
