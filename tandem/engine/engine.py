@@ -294,7 +294,14 @@ class EngineCore:
     # --- what is going on ---
 
     def not_ready(self) -> str | None:
-        """Why this engine should get no requests now."""
+        """Why this engine should get no requests now.
+
+        Raises: EngineDeadError if it never will be ready again.
+        """
+        self._executor.check()
+        for part in (self._server, self._client):
+            if part is not None and not part.is_alive:
+                raise EngineDeadError("the side channel has ended; its trace is on stderr")
         idle_s = time.monotonic() - self._last_step
         if self._scheduler.has_work() and idle_s > self._max_idle_s:
             return f"requests wait, but no step has run for {idle_s:.0f} s"

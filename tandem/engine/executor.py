@@ -39,7 +39,7 @@ STEP_TIMEOUT_S = 600.0
 
 
 class Executor(Protocol):
-    """What the engine loop needs of its ranks."""
+    """What the engine loop needs of its ranks. `check` raises EngineDeadError if one is lost."""
 
     ranks: list[RankInfo]
 
@@ -47,6 +47,7 @@ class Executor(Protocol):
     def post_read(self, peer: PeerInfo, command: ReadCommand) -> None: ...
     def give_up_read(self, request_id: str) -> None: ...
     def poll_reads(self) -> list[tuple[int, ReadEvent]]: ...
+    def check(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -68,6 +69,9 @@ class LocalExecutor:
 
     def poll_reads(self) -> list[tuple[int, ReadEvent]]:
         return [(0, event) for event in self._worker.poll_reads()]
+
+    def check(self) -> None:
+        self._worker.check()
 
     def close(self) -> None:
         self._worker.close()
@@ -182,6 +186,14 @@ class ProcessExecutor:
         self._command(PollReads())
         events, self._events = self._events, []
         return events
+
+    def check(self) -> None:
+        """Raises EngineDeadError if a rank has ended: an idle engine would not notice."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                raise EngineDeadError(
+                    f"the process of rank {rank} ended with status {process.returncode}"
+                )
 
     def close(self) -> None:
         for process in self._processes:

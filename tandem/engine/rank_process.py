@@ -16,7 +16,7 @@ from tandem.engine.messages import (
     RankSettings,
     ToRank,
 )
-from tandem.errors import TandemError
+from tandem.errors import EngineDeadError, TandemError
 from tandem.log import get_logger
 from tandem.runner.worker import Worker
 
@@ -50,6 +50,8 @@ def main() -> None:
         command: ToRank = decoder.decode(socket.recv())
         try:
             reply: RankReply | Failure = _answer(worker, command)
+        except EngineDeadError as error:
+            reply = Failure.of(error)
         except Exception as error:  # the core decides what a failed step means
             log.exception("command %s failed", type(command).__name__)
             reply = Failure("TandemError", f"{type(error).__name__}: {error}")

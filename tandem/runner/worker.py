@@ -7,6 +7,7 @@ import torch.distributed
 
 from tandem.config.engine import EngineConfig
 from tandem.config.model import ModelConfig, load_model_config
+from tandem.errors import EngineDeadError
 from tandem.layers.parallel import ProcessGroup, SingleRank, TensorParallel
 from tandem.log import get_logger
 from tandem.models.registry import load_model
@@ -135,7 +136,13 @@ class Worker:
         assert self._reader is not None
         self._reader.give_up(request_id)
 
+    def check(self) -> None:
+        """Raises EngineDeadError if reads cannot move on any more."""
+        if self._reader is not None and not self._reader.is_alive:
+            raise EngineDeadError("the transfer thread has ended; its trace is on stderr")
+
     def poll_reads(self) -> list[ReadEvent]:
+        self.check()
         return self._reader.poll() if self._reader is not None else []
 
     def close(self) -> None:
