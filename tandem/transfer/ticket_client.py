@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from tandem.errors import TransferError
 from tandem.log import get_logger
 from tandem.state.ticket import Ticket
 from tandem.transfer.identity import EngineIdentity, is_proven_dead
@@ -24,6 +25,8 @@ log = get_logger(__name__)
 _TICK_MS = 20
 _IDLE_MS = 1000
 _IDLE_CHANNEL_S = 600.0
+# Tickets name addresses, and each address costs a socket: ZMQ's limit for a context is 1023.
+_MAX_CHANNELS = 512
 
 
 class OpenEvent(msgspec.Struct, frozen=True):
@@ -78,7 +81,16 @@ class TicketClient:
         """Meet the ticket's engine if need be and check its lease. The lease is then renewed until
         `release` or `forget`."""
         deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
-        self._submit(lambda: self._channel(ticket.address).open(request_id, ticket, deadline))
+
+        def open_ticket() -> None:
+            try:
+                channel = self._channel(ticket.address)
+            except TransferError as error:
+                self._on_asked(Asked(request_id, "failed", error=str(error)))
+            else:
+                channel.open(request_id, ticket, deadline)
+
+        self._submit(open_ticket)
 
     def release(self, ticket: Ticket, num_readers: int, reader_rank: int = ALL_READERS) -> None:
         """Tell the ticket's engine that `reader_rank` of `num_readers` ranks, or all of them, need
@@ -86,9 +98,16 @@ class TicketClient:
 
         Ends the renewals of the ticket. Works for tickets that were never opened.
         """
-        self._submit(
-            lambda: self._channel(ticket.address).release(ticket, num_readers, reader_rank)
-        )
+
+        def release_ticket() -> None:
+            try:
+                channel = self._channel(ticket.address)
+            except TransferError as error:
+                log.warning("ticket %s is not given back: %s", ticket.ticket_id, error)
+            else:
+                channel.release(ticket, num_readers, reader_rank)
+
+        self._submit(release_ticket)
 
     def forget(self, request_id: str) -> None:
         """No more events of this request, and no more renewals."""
@@ -192,11 +211,7 @@ class TicketClient:
         """Tickets name addresses: sockets to those that nobody asks for any more are closed."""
         for address, channel in list(self._channels.items()):
             if now - channel.last_busy > _IDLE_CHANNEL_S:
-                channel.socket.close(linger=0)
-                # A new mapping: other threads iterate over the old one.
-                self._channels = {
-                    name: item for name, item in self._channels.items() if name != address
-                }
+                self._close_channel(address)
 
     def _may_leave(self) -> bool:
         if not self._is_closing:
@@ -218,11 +233,34 @@ class TicketClient:
             command()
 
     def _channel(self, address: str) -> PeerChannel:
+        """Raises: TransferError if no socket is left for another address."""
         channel = self._channels.get(address)
-        if channel is None:
+        if channel is not None:
+            return channel
+        if len(self._channels) >= _MAX_CHANNELS:
+            self._close_channel(self._longest_idle())
+        try:
             channel = PeerChannel(self._context, address, self._identity, self._on_asked)
-            self._channels = {**self._channels, address: channel}
+        except zmq.ZMQError as error:
+            raise TransferError(
+                f"no socket for the side channel {address}: {error}; raise the limit of open files"
+            ) from error
+        self._channels = {**self._channels, address: channel}
         return channel
+
+    def _longest_idle(self) -> str:
+        idle = [address for address, item in self._channels.items() if not item.is_busy]
+        if not idle:
+            raise TransferError(
+                f"{_MAX_CHANNELS} side channels are busy already; do tickets name addresses that "
+                "do not answer?"
+            )
+        return min(idle, key=lambda address: self._channels[address].last_busy)
+
+    def _close_channel(self, address: str) -> None:
+        self._channels[address].socket.close(linger=0)
+        # A new mapping: other threads iterate over the old one.
+        self._channels = {name: item for name, item in self._channels.items() if name != address}
 
     def _on_asked(self, asked: Asked) -> None:
         if asked.peer is not None:

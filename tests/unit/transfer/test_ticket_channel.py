@@ -175,6 +175,18 @@ def test_a_lease_lasts_from_the_question_not_from_the_answer(prefill, client):
     assert "has ended" in found.error
 
 
+def test_more_addresses_than_sockets_fail_their_own_tickets_alone(prefill, client):
+    engine = prefill()
+    for index in range(1100):
+        client.open(f"r{index}", ticket_for(f"tcp://127.0.0.1:{20000 + index}"), deadline_s=1.0)
+    failed = []
+    wait_for(lambda: failed.extend(client.poll()) or len(failed) == 1100, timeout_s=10.0)
+    assert {found.status for found in failed} == {"failed"}
+    assert any("side channels are busy already" in found.error for found in failed)
+    client.open("r", engine.grant())
+    assert event(client).status == "open"
+
+
 def test_an_open_ticket_keeps_its_lease_and_no_other_does(prefill, client):
     engine = prefill(lease_s=0.5)
     ticket = engine.grant()
