@@ -6,15 +6,21 @@ pickled.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+# Of this process; they go with it even when it leaves because its parent has gone.
+_folders: set[Path] = set()
 
 
 def spawn(
@@ -45,10 +51,25 @@ def read_settings(kind: type[Settings]) -> Settings:
     def leave_with_parent() -> None:
         while sys.stdin.buffer.read(1):
             continue
+        for folder in list(_folders):
+            remove_folder(folder)
         os._exit(0)
 
     threading.Thread(target=leave_with_parent, name="life-line", daemon=True).start()
     return settings
+
+
+def make_folder(prefix: str) -> Path:
+    """A temporary folder for sockets; remove_folder() or losing the parent removes it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    _folders.add(folder)
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Safe to call twice."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _folders.discard(folder)
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:

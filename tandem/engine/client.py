@@ -3,18 +3,16 @@
 import asyncio
 import contextlib
 import subprocess
-import tempfile
 import time
 from collections.abc import AsyncGenerator
 from itertools import count
-from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from tandem.config.engine import EngineConfig
-from tandem.engine.child import end, spawn
+from tandem.engine.child import end, make_folder, remove_folder, spawn
 from tandem.engine.messages import (
     Abort,
     CoreSettings,
@@ -57,7 +55,7 @@ class EngineClient:
         self._dead: TandemError | None = None
         self._info: EngineInfo | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="tandem-")
+        self._folder = make_folder("tandem-")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -78,7 +76,7 @@ class EngineClient:
 
     async def start(self) -> EngineInfo:
         """Start the core and wait until it is ready; raises what stopped it (ModelError, ...)."""
-        endpoint = f"ipc://{Path(self._folder.name) / 'core'}"
+        endpoint = f"ipc://{self._folder / 'core'}"
         self._socket.bind(endpoint)
         settings = CoreSettings(self._config, endpoint, self._log_level)
         self._process = spawn("tandem.engine.process", settings)
@@ -142,7 +140,11 @@ class EngineClient:
     async def _send(self, message: ToCore) -> None:
         if self._dead is not None:
             raise self._dead
-        await self._socket.send(self._encoder.encode(message))
+        try:
+            # Without a limit on the queue, only a socket whose core has gone cannot take it.
+            await self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError("the engine process does not answer any more") from None
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request until it finishes. Closing the iterator early aborts it.
@@ -213,4 +215,4 @@ class EngineClient:
         self._dead = self._dead or EngineDeadError("the engine was closed")
         self._socket.close(linger=0)
         self._context.term()
-        self._folder.cleanup()
+        remove_folder(self._folder)

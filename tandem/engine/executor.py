@@ -4,17 +4,14 @@ Both executors present the same face to the engine loop. They move plans and res
 nothing.
 """
 
-import contextlib
 import subprocess
-import tempfile
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import zmq
 
 from tandem.config.engine import EngineConfig
-from tandem.engine.child import end, spawn
+from tandem.engine.child import end, make_folder, remove_folder, spawn
 from tandem.engine.messages import (
     Execute,
     Failure,
@@ -87,7 +84,7 @@ class ProcessExecutor:
         engine_id: str,
         log_level: str | None = None,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
+        self._folder = make_folder("tandem-ranks-")
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
@@ -95,10 +92,9 @@ class ProcessExecutor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._events: list[tuple[int, ReadEvent]] = []
         self.ranks: list[RankInfo] = []
-        folder = Path(self._folder.name)
         try:
             for rank in range(config.parallel.tp):
-                endpoint = f"ipc://{folder / f'rank{rank}'}"
+                endpoint = f"ipc://{self._folder / f'rank{rank}'}"
                 socket = self._context.socket(zmq.PAIR)
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.set_hwm(0)
@@ -108,7 +104,7 @@ class ProcessExecutor:
                     config=config,
                     rank=rank,
                     endpoint=endpoint,
-                    rendezvous=f"file://{folder / 'store'}",
+                    rendezvous=f"file://{self._folder / 'store'}",
                     num_slabs=num_slabs,
                     engine_id=engine_id,
                     log_level=log_level,
@@ -204,8 +200,7 @@ class ProcessExecutor:
         for socket in self._sockets:
             socket.close(linger=0)
         self._context.term()
-        with contextlib.suppress(OSError):
-            self._folder.cleanup()
+        remove_folder(self._folder)
 
 
 def start_executor(
