@@ -15,6 +15,12 @@ from tests.unit.engine.echo_process import EchoSettings
 MODULE = "tests.unit.engine.echo_process"
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that are killed leave their folders behind: here."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 def process_ids(path: Path, count: int) -> list[int]:
     """Of `count` generations, once they have come up."""
     deadline = time.monotonic() + 30
