@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tandem.errors import EngineDeadError, RequestError
+from tandem.errors import EngineDeadError
 from tandem.log import get_logger
 from tandem.router.link import EngineLink, LegError
 from tandem.router.policy import RouterOptions, choose
@@ -34,7 +34,7 @@ _WAIT_POLL_S = 0.05
 
 @dataclass
 class _Progress:
-    """How far a request is. `ticket` is held at `holder` and nobody has taken it."""
+    """How far a request is. `ticket` is held at `holder` and nobody is known to have taken it."""
 
     tokens: list[int] = field(default_factory=list)
     ticket: Ticket | None = None
@@ -175,25 +175,23 @@ class PairBackend:
         tried: set[str] = set()
         failure: LegError | None = None
         while (link := self._next("decode", tried)) is not None:
-            ticket = progress.ticket
             leg = msgspec.structs.replace(
                 request,
                 request_id=f"{request.request_id}-d{len(tried)}",
-                ticket=ticket,
+                ticket=progress.ticket,
                 generated=list(progress.tokens),
             )
-            progress.ticket = None  # from here on the engine's to release
             try:
                 async with aclosing(link.generate(leg)) as deltas:
                     async for delta in deltas:
+                        # Only now is it certain that the engine took the ticket. Of a client that
+                        # leaves earlier the router gives it back; twice given back is fine.
+                        progress.ticket = None
                         yield progress.take(delta, request)
                 return
-            except RequestError:
-                progress.ticket = ticket  # refused: not taken
-                raise
             except LegError as error:
-                if not error.is_taken:
-                    progress.ticket = ticket
+                if error.is_taken:
+                    progress.ticket = None
                 failure = error
                 self._retry(request, error)
         raise EngineDeadError(f"no decode engine could go on: {failure or 'none is ready'}")

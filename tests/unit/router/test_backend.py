@@ -228,6 +228,15 @@ def test_client_that_leaves_during_prefill_stops_it(cluster, stream):
     assert cluster.requests("decode") == []
 
 
+def test_client_that_leaves_before_the_decode_engine_answers_gives_the_ticket_back(cluster):
+    for engine in cluster.decode:
+        engine.delay_s = 1.0
+    with pytest.raises(httpx.ReadTimeout):
+        cluster.http.post("/v1/completions", json={"prompt": "hello"}, timeout=0.5)
+    wait_until(lambda: cluster.count("released", "prefill") == 1, seconds=0.9)
+    wait_until(lambda: cluster.count("aborted", "decode") == 1)
+
+
 def test_load_is_spread(cluster):
     for engine in cluster.engines:
         engine.delay_s = 0.02
