@@ -38,6 +38,7 @@ from tandem.server.stream import (
     SSE_MEDIA_TYPE,
     ClientGoneError,
     StreamReply,
+    read_body,
     sse_event,
     sse_with_errors,
     until_disconnect,
@@ -64,7 +65,7 @@ class _Endpoints:
         self._metrics = metrics
 
     async def completions(self, request: Request) -> Response:
-        body = parse_body(await request.body(), CompletionBody)
+        body = parse_body(await read_body(request), CompletionBody)
         info = self._served_model(body)
         if body.echo and body.logprobs is not None:
             raise ApiError(
@@ -94,7 +95,7 @@ class _Endpoints:
         return await self._answer(request, body, requests, prompts, form, info)
 
     async def chat(self, request: Request) -> Response:
-        body = parse_body(await request.body(), ChatBody)
+        body = parse_body(await read_body(request), ChatBody)
         info = self._served_model(body)
         text = self._tokenizer.render_chat(plain_messages(body.messages), body.chat_template_kwargs)
         # The template writes the special tokens itself.

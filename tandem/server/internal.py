@@ -15,7 +15,7 @@ from tandem.log import get_logger
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.api_error import as_api_error
 from tandem.server.backend import Backend
-from tandem.server.stream import ClientGoneError, StreamReply, until_disconnect
+from tandem.server.stream import ClientGoneError, StreamReply, read_body, until_disconnect
 from tandem.server.wire import (
     FRAME_MEDIA_TYPE,
     EngineStatus,
@@ -40,7 +40,7 @@ def internal_routes(backend: Backend, tokenizer: Tokenizer) -> APIRouter:
     @router.post("/generate", response_model=None)
     async def generate(request: Request) -> Response:
         """Refusals before the first token have a status; later ones are a last frame."""
-        engine_request = decode_request(await request.body())
+        engine_request = decode_request(await read_body(request))
         _check(engine_request, backend)
         deltas = backend.generate(engine_request)
         first = await until_disconnect(request.receive, _first(deltas))
@@ -56,7 +56,7 @@ def internal_routes(backend: Backend, tokenizer: Tokenizer) -> APIRouter:
     @router.post("/release", response_model=None)
     async def release(request: Request) -> Response:
         """Body: a ticket id, plain text. Unknown ids are fine: leases end by themselves."""
-        await backend.release_ticket((await request.body()).decode())
+        await backend.release_ticket((await read_body(request)).decode(errors="replace"))
         return Response(status_code=204)
 
     @router.get("/info", response_model=None)

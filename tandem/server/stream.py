@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +24,14 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 class ClientGoneError(Exception):
     """The client left before its answer was complete; there is nobody to tell."""
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises: ClientGoneError if the client left while it was sending."""
+    try:
+        return await request.body()
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:

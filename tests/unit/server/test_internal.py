@@ -1,4 +1,6 @@
 import asyncio
+import socket
+import time
 
 import httpx
 import msgspec
@@ -122,6 +124,20 @@ def test_refusals_before_the_first_token_have_a_status(http, engine):
     engine.refuse = RequestError("bad")
     assert http.post("/internal/generate", content=encode_request(request())).status_code == 400
     assert http.post("/internal/generate", content=b"\xc1 no msgpack").status_code == 400
+
+
+def test_garbage_as_a_ticket_id_releases_nothing(http, engine):
+    assert http.post("/internal/release", content=b"\xff\xfe").status_code == 204
+
+
+@pytest.mark.parametrize("path", ["/internal/generate", "/internal/release", "/v1/completions"])
+def test_client_that_leaves_while_it_sends_is_no_fault_of_the_server(served, http, caplog, path):
+    with socket.create_connection(("127.0.0.1", int(served[1].rpartition(":")[2]))) as client:
+        client.sendall(f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n{{".encode())
+        time.sleep(0.1)
+    time.sleep(0.1)
+    assert http.get("/health").status_code == 200
+    assert [entry.message for entry in caplog.records if entry.levelname == "ERROR"] == []
 
 
 @pytest.mark.parametrize(
