@@ -7,6 +7,7 @@ value that is not supported is refused by name; nothing is guessed silently.
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,14 @@ class ModelConfig:
         return len(self.layers)
 
 
+# Beyond any model: larger numbers are typing errors that would end in sums nobody can allocate.
+_MAX_SIZE = 1 << 24
+_MAX_HEADS = 1 << 16
+_MAX_LAYERS = 1 << 12
+_MAX_POSITION = 1 << 31
+_FLOAT_MAX = sys.float_info.max
+
+
 class _Keys:
     """Typed access to config.json; every complaint names the key, the value and the file."""
 
@@ -137,20 +146,38 @@ class _Keys:
                 return self._raw[key]
         return default
 
-    def integer(self, *keys: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(
+        self,
+        *keys: str,
+        default: int | None = None,
+        minimum: int = 1,
+        maximum: int = _MAX_SIZE,
+    ) -> int:
         value = self.get(*keys, default=default)
         name = keys[0]
         if value is None:
             raise ModelError(f"{self.source}: key {name!r} is missing; it must be an integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ModelError(f"{self.source}: {name}={value!r}; expected an integer >= {minimum}")
+        if value > maximum:
+            raise ModelError(f"{self.source}: {name} exceeds {maximum}, the largest supported")
         return value
 
     def number(self, *keys: str, default: float) -> float:
+        """Positive and finite, as every number of a model is."""
         value = self.get(*keys, default=default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(f"{self.source}: {keys[0]}={value!r}; expected a number")
+        if not 0 < value < _FLOAT_MAX:
+            raise ModelError(f"{self.source}: {keys[0]}={value!r}; expected a positive number")
         return float(value)
+
+    def section(self, *keys: str) -> "_Keys":
+        """A nested object; empty when no key is given."""
+        value = self.get(*keys, default={})
+        if not isinstance(value, Mapping):
+            raise ModelError(f"{self.source}: {keys[0]}={value!r}; expected a JSON object")
+        return _Keys(value, self.source)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default=default)
@@ -177,7 +204,7 @@ class _Keys:
                 float(bound["__float__"]) if isinstance(bound, Mapping) else float(bound)
                 for bound in limit
             )
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, OverflowError):
             raise ModelError(
                 f"{self.source}: time_step_limit={limit!r}; expected two numbers [low, high]"
             ) from None
@@ -231,8 +258,8 @@ def _nemotron_layer_kinds(keys: _Keys) -> list[str]:
 
 
 def _heads(keys: _Keys) -> tuple[int, int]:
-    num_heads = keys.integer("num_attention_heads")
-    num_kv_heads = keys.integer("num_key_value_heads", default=num_heads)
+    num_heads = keys.integer("num_attention_heads", maximum=_MAX_HEADS)
+    num_kv_heads = keys.integer("num_key_value_heads", default=num_heads, maximum=_MAX_HEADS)
     if num_heads % num_kv_heads:
         raise ModelError(
             f"{keys.source}: num_attention_heads={num_heads} is not a multiple of "
@@ -267,7 +294,7 @@ def _nemotron_layers(keys: _Keys) -> tuple[LayerConfig, ...]:
     norm_eps = keys.number(*_NORM_EPS["nemotron_h"], default=1e-5)
     keys.one_of("mamba_hidden_act", ("silu",), "silu")
     mamba = Mamba2Config(
-        num_heads=keys.integer("mamba_num_heads"),
+        num_heads=keys.integer("mamba_num_heads", maximum=_MAX_HEADS),
         head_dim=keys.integer("mamba_head_dim"),
         num_groups=keys.integer("n_groups", "mamba_n_groups", default=8),
         state_size=keys.integer("ssm_state_size"),
@@ -334,20 +361,19 @@ def _nemotron_moe(keys: _Keys, activation: str, has_bias: bool) -> MoeConfig:
 
 def _bamba_layers(keys: _Keys) -> tuple[LayerConfig, ...]:
     hidden_size = keys.integer("hidden_size")
-    num_layers = keys.integer("num_hidden_layers")
+    num_layers = keys.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     num_heads, num_kv_heads = _heads(keys)
     head_dim = keys.integer("head_dim", default=hidden_size // num_heads)
-    rope = keys.get("rope_parameters", "rope_scaling", default={})
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope = keys.section("rope_parameters", "rope_scaling")
+    rope_type = rope.get("rope_type", "type", default="default")
     if rope_type != "default":
         raise ModelError(
             f"{keys.source}: rope_type={rope_type!r} is not supported for bamba; expected 'default'"
         )
-    theta = float(rope.get("rope_theta") or keys.number("rope_theta", default=10000.0))
+    theta = rope.number("rope_theta", default=keys.number("rope_theta", default=10000.0))
     # Bamba rotates half of each head; published configs carry `attn_rotary_emb` or nothing.
-    rotary_dim = keys.integer(
-        "attn_rotary_emb", default=int(head_dim * float(rope.get("partial_rotary_factor") or 0.5))
-    )
+    partial = rope.number("partial_rotary_factor", default=0.5)
+    rotary_dim = keys.integer("attn_rotary_emb", default=int(head_dim * min(partial, _MAX_HEADS)))
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ModelError(f"{keys.source}: {rotary_dim} rotary dimensions of a {head_dim} wide head")
     attention = AttentionConfig(
@@ -358,15 +384,22 @@ def _bamba_layers(keys: _Keys) -> tuple[LayerConfig, ...]:
         has_bias=keys.flag("attention_bias", False),
         rotary=RotaryConfig(rotary_dim, theta),
     )
-    mamba_heads = keys.integer("mamba_n_heads")
-    mamba_dim = keys.get("mamba_d_head", default="auto")
-    if mamba_dim == "auto":
-        mamba_dim = keys.integer("mamba_expand", default=2) * hidden_size // mamba_heads
+    mamba_heads = keys.integer("mamba_n_heads", maximum=_MAX_HEADS)
+    inner_size = keys.integer("mamba_expand", default=2) * hidden_size
+    if keys.get("mamba_d_head", default="auto") == "auto":
+        mamba_dim = inner_size // mamba_heads
+    else:
+        mamba_dim = keys.integer("mamba_d_head")
+    if mamba_heads * mamba_dim != inner_size:
+        raise ModelError(
+            f"{keys.source}: mamba_n_heads={mamba_heads} heads of mamba_d_head={mamba_dim} are not "
+            f"mamba_expand * hidden_size = {inner_size} wide"
+        )
     keys.one_of("hidden_act", ("silu",), "silu")
     norm_eps = keys.number(*_NORM_EPS["bamba"], default=1e-5)
     mamba = Mamba2Config(
         num_heads=mamba_heads,
-        head_dim=int(mamba_dim),
+        head_dim=mamba_dim,
         num_groups=keys.integer("mamba_n_groups", default=1),
         state_size=keys.integer("mamba_d_state", default=256),
         conv_kernel=keys.integer("mamba_d_conv", default=4, minimum=2),
@@ -380,7 +413,7 @@ def _bamba_layers(keys: _Keys) -> tuple[LayerConfig, ...]:
     mlp = MlpConfig(keys.integer("intermediate_size"), "silu_gated", keys.flag("mlp_bias", False))
     attention_layers = keys.get("attn_layer_indices", default=[])
     if not isinstance(attention_layers, list) or not all(
-        isinstance(index, int) and 0 <= index < num_layers for index in attention_layers
+        type(index) is int and 0 <= index < num_layers for index in attention_layers
     ):
         raise ModelError(
             f"{keys.source}: attn_layer_indices={attention_layers!r}; expected a list of numbers "
@@ -409,7 +442,7 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         raise ModelError(
             f"{file} does not exist; expected a local HF model folder with config.json"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: coding, syntax, digits
         raise ModelError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds {type(raw).__name__}; expected a JSON object")
@@ -432,10 +465,11 @@ def load_model_config(
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     keys = _Keys(raw, folder / "config.json")
     family = keys.get("model_type")
-    if family not in _FAMILIES:
-        architectures = ", ".join(map(str, keys.get("architectures", default=[]))) or "none named"
+    if not isinstance(family, str) or family not in _FAMILIES:
+        named = keys.get("architectures", default=[])
+        architectures = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
         raise ModelError(
-            f"{keys.source}: model_type={family!r} (architectures: {architectures}) is not "
+            f"{keys.source}: model_type={family!r} (architectures: {architectures or 'none named'}) is not "
             f"supported; supported: {', '.join(_FAMILIES)}"
         )
     if keys.has("quantization_config"):
@@ -456,7 +490,9 @@ def load_model_config(
         dtype=_checked_dtype(keys, "dtype", dtype or stored_dtype),
         state_dtype=_checked_dtype(keys, "state_dtype", state_dtype or stored_state),
         tie_embeddings=keys.flag("tie_word_embeddings", False),
-        max_position=keys.integer("max_position_embeddings", default=1 << 18),
+        max_position=keys.integer(
+            "max_position_embeddings", default=1 << 18, maximum=_MAX_POSITION
+        ),
         residual_in_fp32=keys.flag("residual_in_fp32", False),
         bos_token_id=keys.get("bos_token_id"),
         eos_token_ids=_eos_token_ids(keys, folder),
@@ -472,6 +508,7 @@ def _eos_token_ids(keys: _Keys, folder: Path) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
     if generation.exists():
         sources.append(_Keys(read_config_json(generation), generation))
+    vocab_size = keys.integer("vocab_size")
     found: list[int] = []
     for source in sources:
         value = source.get("eos_token_id", default=[])
@@ -479,6 +516,11 @@ def _eos_token_ids(keys: _Keys, folder: Path) -> tuple[int, ...]:
         if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
             raise ModelError(
                 f"{source.source}: eos_token_id={value!r}; expected a token id or a list of them"
+            )
+        if any(not 0 <= item < vocab_size for item in ids):
+            raise ModelError(
+                f"{source.source}: eos_token_id={value!r}; expected ids within vocab_size="
+                f"{vocab_size}"
             )
         found += ids
     return tuple(dict.fromkeys(found))

@@ -352,6 +352,25 @@ def test_fingerprint_changes_with_what_state_means(load) -> None:
         (BAMBA_9B, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         (BAMBA_9B, {"rope_scaling": {"type": "yarn"}}, "rope_type='yarn' is not supported"),
         (BAMBA_9B, {"attn_rotary_emb": 129}, "129 rotary dimensions of a 128 wide head"),
+        (NANO_9B_V2, {"model_type": ["nemotron_h"]}, r"model_type=\['nemotron_h'\].*supported"),
+        (NANO_9B_V2, {"model_type": "x", "architectures": 5}, r"architectures: 5\) is not"),
+        (NANO_9B_V2, {"vocab_size": 10**400}, "vocab_size exceeds"),
+        (NANO_9B_V2, {"mamba_num_heads": 1 << 40}, "mamba_num_heads exceeds"),
+        (NANO_9B_V2, {"layer_norm_epsilon": 10**400}, "expected a positive number"),
+        (NANO_9B_V2, {"layer_norm_epsilon": math.nan}, "=nan; expected a positive number"),
+        (NANO_9B_V2, {"layer_norm_epsilon": -1e-5}, "=-1e-05; expected a positive number"),
+        (NANO_9B_V2, {"time_step_limit": [0, 10**400]}, "expected two numbers"),
+        (NANO_9B_V2, {"eos_token_id": -1}, "eos_token_id=-1; expected ids within vocab_size="),
+        (NANO_9B_V2, {"eos_token_id": [2, 10**9]}, "expected ids within vocab_size=131072"),
+        (BAMBA_9B, {"rope_scaling": "yarn"}, "='yarn'; expected a JSON object"),
+        (BAMBA_9B, {"rope_scaling": {"rope_theta": "x"}}, "rope_theta='x'; expected a number"),
+        (BAMBA_9B, {"rope_scaling": {"rope_theta": -1}}, "rope_theta=-1; expected a positive"),
+        (BAMBA_9B, {"rope_scaling": {"partial_rotary_factor": math.nan}}, "partial_rotary_factor"),
+        (BAMBA_9B, {"mamba_d_head": "wide"}, "mamba_d_head='wide'; expected an integer >= 1"),
+        (BAMBA_9B, {"mamba_d_head": 0}, "mamba_d_head=0; expected an integer >= 1"),
+        (BAMBA_9B, {"mamba_d_head": 32}, "mamba_d_head=32 are not mamba_expand . hidden_size"),
+        (BAMBA_9B, {"attn_layer_indices": [True]}, r"attn_layer_indices=\[True\]; expected"),
+        (BAMBA_9B, {"num_hidden_layers": 10**7}, "num_hidden_layers exceeds"),
     ],
 )
 def test_refusals_name_key_and_value(
@@ -361,7 +380,7 @@ def test_refusals_name_key_and_value(
         load({**base, **change})
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\x80"])
+@pytest.mark.parametrize("text", ["{", "[]", "\x80", "[" * 100_000])
 def test_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json"):
