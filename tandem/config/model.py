@@ -468,8 +468,9 @@ def load_model_config(
     if not isinstance(family, str) or family not in _FAMILIES:
         named = keys.get("architectures", default=[])
         architectures = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
+        architectures = architectures or "none named"
         raise ModelError(
-            f"{keys.source}: model_type={family!r} (architectures: {architectures or 'none named'}) is not "
+            f"{keys.source}: model_type={family!r} (architectures: {architectures}) is not "
             f"supported; supported: {', '.join(_FAMILIES)}"
         )
     if keys.has("quantization_config"):
