@@ -221,8 +221,8 @@ def _show_bench(result: dict[str, Any], as_json: bool) -> None:
 
 def main() -> None:
     """Entry point: errors of ours become one line on stderr and exit status 2."""
-    tandem_log.configure()
     try:
+        tandem_log.configure()
         app()
     except TandemError as error:
         typer.echo(f"tandem: {error}", err=True)

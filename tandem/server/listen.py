@@ -14,8 +14,10 @@ from tandem.errors import ConfigError
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes any free one (`getsockname()[1]` tells).
 
-    Raises: ConfigError when the port is in use or the host is none of this machine.
+    Raises: ConfigError when the port is in use or no port, or the host is none of this machine.
     """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port={port}; expected 1..65535, or 0 for a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -11,6 +11,12 @@ def test_port_in_use_is_named_with_the_way_out():
             bind("127.0.0.1", port)
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_number_that_is_no_port_is_refused(port):
+    with pytest.raises(ConfigError, match=rf"port={port}; expected 1\.\.65535"):
+        bind("127.0.0.1", port)
+
+
 def test_host_of_another_machine_is_refused():
     with pytest.raises(ConfigError, match="cannot listen on"):
         bind("192.0.2.1", 0)
