@@ -47,9 +47,12 @@ def spawn(
 def read_settings(kind: type[Settings]) -> Settings:
     """The settings that `spawn` wrote; starts the watch over the life line."""
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+    life_line = sys.stdin.fileno()
 
     def leave_with_parent() -> None:
-        while sys.stdin.buffer.read(1):
+        # Not through sys.stdin: a thread that reads there holds its lock, and an interpreter that
+        # ends meanwhile aborts the process.
+        while os.read(life_line, 1024):
             continue
         for folder in list(_folders):
             remove_folder(folder)

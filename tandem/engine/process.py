@@ -27,7 +27,7 @@ from tandem.engine.messages import (
 from tandem.errors import TandemError
 from tandem.log import get_logger
 
-log = get_logger(__name__)
+log = get_logger("tandem.engine.process")  # __name__ is __main__ in a process of its own
 
 HEARTBEAT_S = 1.0
 # While bytes are on their way the loop looks again after this; otherwise it sleeps until spoken to.

@@ -20,7 +20,7 @@ from tandem.errors import EngineDeadError, TandemError
 from tandem.log import get_logger
 from tandem.runner.worker import Worker
 
-log = get_logger(__name__)
+log = get_logger("tandem.engine.rank_process")  # __name__ is __main__ in a process of its own
 
 
 def main() -> None:

@@ -53,9 +53,11 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """Read the tokenizer of an HF checkpoint folder.
 
-        Raises: ModelError when there is no `tokenizer.json` or it cannot be read.
+        Raises: ModelError when there is no folder or no `tokenizer.json`, or it cannot be read.
         """
         path = Path(folder)
+        if not path.is_dir():
+            raise ModelError(f"{path} does not exist; expected a local HF model folder")
         if not (path / "tokenizer.json").is_file():
             raise ModelError(
                 f"{path} holds no tokenizer.json; expected the fast tokenizer that "

@@ -22,7 +22,7 @@ from tandem.server.app import create_app
 from tandem.server.engine_backend import EngineBackend
 from tandem.server.listen import bind, server
 
-log = get_logger(__name__)
+log = get_logger("tandem.launch.engine_server")  # __name__ is __main__ in a process of its own
 
 _WATCH_S = 0.5
 

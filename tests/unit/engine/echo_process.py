@@ -1,6 +1,7 @@
 """A child of test_child.py: says what it was told, then waits; may have a child of its own."""
 
 import os
+import sys
 import time
 
 import msgspec
@@ -15,6 +16,7 @@ class EchoSettings(msgspec.Struct, frozen=True):
     path: str
     depth: int = 0
     must_ignore_life_line: bool = False
+    exit_status: int | None = None  # leave by itself at once
 
 
 def main() -> None:
@@ -27,6 +29,8 @@ def main() -> None:
         children.append(spawn("tests.unit.engine.echo_process", deeper))
     with open(settings.path, "a") as file:
         file.write(f"{os.getpid()} {make_folder('tandem-echo-')}\n")
+    if settings.exit_status is not None:
+        sys.exit(settings.exit_status)
     time.sleep(600)
 
 

@@ -64,6 +64,15 @@ def test_end_closes_the_life_line_and_the_child_leaves_by_itself(tmp_path: Path)
     end(process)
 
 
+def test_a_child_that_leaves_by_itself_ends_with_its_own_status(tmp_path: Path) -> None:
+    """Its life line is open and watched; the interpreter must get past that."""
+    process = spawn(MODULE, EchoSettings(str(tmp_path / "pids"), exit_status=78))
+    try:
+        assert process.wait(20) == 78
+    finally:
+        close(process)
+
+
 def test_end_kills_what_does_not_leave(tmp_path: Path) -> None:
     process = spawn(MODULE, EchoSettings(str(tmp_path / "pids"), must_ignore_life_line=True))
     process_ids(tmp_path / "pids", 1)
