@@ -19,6 +19,7 @@ from tandem.scheduler.request import EngineRequest, SamplingParams
 from tandem.state.ticket import Ticket
 
 _PROMPT_TOKENS = 64  # of the sequences whose decoding is timed
+_BUSY_FACTOR = 4  # times the steps, while the prefill engine works too
 
 
 def run_pair(
@@ -28,6 +29,7 @@ def run_pair(
     options = config.model_options
     model = load_model_config(config.model, dtype=options.dtype, state_dtype=options.state_dtype)
     threads = config.parallel.threads or 1
+    longest = _num_answer_tokens(_BUSY_FACTOR * num_steps, max(batches))
     config = replace(
         config,
         parallel=replace(config.parallel, threads=threads),
@@ -35,7 +37,7 @@ def run_pair(
             config.scheduler,
             max_num_seqs=max(*batches, 8),
             budget_tokens=max(prefill_tokens, config.scheduler.budget_tokens),
-            max_model_len=max(prefill_tokens, _PROMPT_TOKENS + num_steps) + 16,
+            max_model_len=max(prefill_tokens, _PROMPT_TOKENS + longest) + 16,
         ),
     )
     machine = measure_machine(threads)
@@ -70,7 +72,7 @@ async def _measure(
             rate = await driver.decode_rate(batch, num_steps)
             rows.append((f"D: decode batch {batch}", f"decode {batch}", rate, batch))
         batch = batches[len(batches) // 2]
-        decoding = asyncio.create_task(driver.decode_rate(batch, 4 * num_steps))
+        decoding = asyncio.create_task(driver.decode_rate(batch, _BUSY_FACTOR * num_steps))
         await asyncio.sleep(0.5)
         busy = await driver.prefill_rate(prefill_tokens, lambda done: decoding.done())
         rows.append(("P while D decodes", "prefill", busy, prefill_tokens))
@@ -79,6 +81,11 @@ async def _measure(
         await decode.close()
         await prefill.close()
     return rows
+
+
+def _num_answer_tokens(num_steps: int, batch: int) -> int:
+    """Some steps more than are timed: sequences begin one by one, as their state arrives."""
+    return num_steps + batch + 4
 
 
 def _with_role(config: EngineConfig, role: str) -> EngineConfig:
@@ -119,8 +126,8 @@ class _Driver:
 
     async def decode_rate(self, batch: int, num_steps: int) -> float:
         """Tokens per second from the moment all sequences decode to the first one's end."""
-        # Half the steps more: sequences begin one by one, as their state arrives.
-        requests = [self._request(_PROMPT_TOKENS, num_steps + batch + 4) for _ in range(batch)]
+        max_tokens = _num_answer_tokens(num_steps, batch)
+        requests = [self._request(_PROMPT_TOKENS, max_tokens) for _ in range(batch)]
         tickets = [await self._ticket(request) for request in requests]
         arrivals: list[list[float]] = [[] for _ in requests]
 

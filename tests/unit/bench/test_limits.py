@@ -1,0 +1,84 @@
+"""Counted weights and bytes are those of real checkpoints, and floors follow from them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem.bench.limits import (
+    Machine,
+    Work,
+    count_work,
+    decode_floor_s,
+    feed_forward_parameters,
+    prefill_floor_s,
+)
+from tandem.config.model import MoeConfig, load_model_config
+from tandem.state.spec import build_state_spec
+from tests.tiny_models import TINY, build_tiny
+
+MACHINE = Machine(bytes_per_s=1e9, flops_per_s=1e10, threads=1)
+WORK = Work(
+    num_weights=1000,
+    num_used_weights=400,
+    weight_nbytes=2000,
+    state_nbytes=300,
+    kv_nbytes_per_token=7,
+)
+
+
+def count_matrices(model: object) -> int:
+    """Matrix weights of a transformers model: the embedding is read by row, windows are no
+    matrices."""
+    return sum(
+        tensor.numel()
+        for name, tensor in model.named_parameters()  # type: ignore[attr-defined]
+        if tensor.dim() > 1 and "embed" not in name and "conv1d" not in name
+    )
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_weights_are_counted_as_checkpoints_have_them(name: str, tmp_path: Path) -> None:
+    config, model = build_tiny(name)
+    config.save_pretrained(tmp_path)
+    ours = load_model_config(tmp_path)
+    work = count_work(ours)
+    assert work.num_weights == count_matrices(model)
+    assert work.weight_nbytes == 4 * work.num_weights
+    spec = build_state_spec(ours, tp=1, rank=0, page_tokens=16)
+    assert work.state_nbytes == spec.slot_nbytes
+    assert work.kv_nbytes_per_token * 16 == spec.page_nbytes
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_token_uses_all_weights_but_those_of_other_experts(name: str, tmp_path: Path) -> None:
+    config, _ = build_tiny(name)
+    config.save_pretrained(tmp_path)
+    ours = load_model_config(tmp_path)
+    work = count_work(ours)
+    unused = 0
+    for layer in ours.layers:
+        if isinstance(layer.feed_forward, MoeConfig):
+            moe = layer.feed_forward
+            width = moe.latent_size or ours.hidden_size
+            unused += (moe.num_experts - moe.top_k) * 2 * width * moe.intermediate_size
+            held, used = feed_forward_parameters(moe, ours.hidden_size)
+            assert held > used
+    assert work.num_weights - work.num_used_weights == unused
+    assert (unused > 0) == name.startswith("nemotron_h_")
+
+
+def test_prefill_is_bound_by_products() -> None:
+    assert prefill_floor_s(WORK, MACHINE, 100) == pytest.approx(2 * 400 * 100 / 1e10)
+
+
+def test_decode_is_bound_by_what_must_move() -> None:
+    # One sequence reads the weights that it uses, its state twice and its keys and values.
+    assert decode_floor_s(WORK, MACHINE, 1, 10) == pytest.approx((800 + 600 + 70) / 1e9)
+    # More sequences read more experts, but no more than there are.
+    assert decode_floor_s(WORK, MACHINE, 4, 10) == pytest.approx((2000 + 4 * 670) / 1e9)
+
+
+def test_decode_is_bound_by_products_where_memory_is_fast() -> None:
+    fast = replace(MACHINE, bytes_per_s=1e15)
+    assert decode_floor_s(WORK, fast, 8, 10) == pytest.approx(2 * 400 * 8 / 1e10)
