@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from tandem import log as tandem_log
 from tandem.config.args import build_config, flag_parameters
 from tandem.config.engine import EngineConfig
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError
 
 app = typer.Typer(
     name="tandem",
@@ -26,7 +27,20 @@ app.add_typer(bench_app, name="bench", no_args_is_help=True)
 ModelArgument = Annotated[str, typer.Argument(help="local HF folder", show_default=False)]
 Host = Annotated[str, typer.Option(help="address to listen on")]
 Port = Annotated[int, typer.Option(help="port to listen on; 0: any free one")]
-LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR")]
+
+
+def _checked_level(level: str | None, source: str = "log_level") -> str | None:
+    if level and level.upper() not in tandem_log.LEVELS:
+        raise ConfigError(f"{source}={level!r}; expected one of {', '.join(tandem_log.LEVELS)}")
+    return level
+
+
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        help="DEBUG, INFO, WARNING or ERROR", callback=lambda level: _checked_level(level)
+    ),
+]
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -68,6 +82,17 @@ def serve(
 ) -> None:
     """Serve a model: one engine, a prefill or decode engine (--role), or both with a router."""
     config = build_config(model, settings)
+    if not prefill and not decode:
+        for name, value, default in (
+            ("prefill_tp", prefill_tp, 1),
+            ("decode_tp", decode_tp, 1),
+            ("prefill_page_tokens", prefill_page_tokens, None),
+        ):
+            if value != default:
+                raise ConfigError(
+                    f"{name}={value} describes a pair; give --prefill and --decode too, or for one "
+                    "engine --tp and --page-tokens"
+                )
     if prefill or decode:
         from tandem.launch.pair import serve_pair
 
@@ -222,6 +247,7 @@ def _show_bench(result: dict[str, Any], as_json: bool) -> None:
 def main() -> None:
     """Entry point: errors of ours become one line on stderr and exit status 2."""
     try:
+        _checked_level(os.environ.get("TANDEM_LOG"), "TANDEM_LOG")
         tandem_log.configure()
         app()
     except TandemError as error:

@@ -9,6 +9,9 @@ from typing import Any
 from tandem.errors import ConfigError
 
 MAX_LEASE_S = 1e6
+# Beyond any machine: larger numbers are typing errors that would end in hours of arithmetic.
+_MAX_TP = 1024
+_MAX_PAGE_TOKENS = 1 << 16
 
 
 def setting(default: Any, help: str) -> Any:
@@ -53,6 +56,10 @@ class CacheOptions:
             f"page_tokens={self.page_tokens} is no positive multiple of 8; use 16, 32, 64 or 128",
         )
         _require(
+            self.page_tokens <= _MAX_PAGE_TOKENS,
+            f"page_tokens={self.page_tokens}; expected at most {_MAX_PAGE_TOKENS}",
+        )
+        _require(
             self.arena_mib is None or self.arena_mib > 0,
             f"arena_mib={self.arena_mib}; expected at least 1",
         )
@@ -81,7 +88,7 @@ class ParallelOptions:
     threads: int = setting(0, "compute threads of each rank; 0: cores / ranks")
 
     def __post_init__(self) -> None:
-        _require(self.tp > 0, f"tp={self.tp}; expected at least 1")
+        _require(0 < self.tp <= _MAX_TP, f"tp={self.tp}; expected at least 1, at most {_MAX_TP}")
         _require(self.threads >= 0, f"threads={self.threads}; expected 0 or more")
 
 
@@ -106,6 +113,10 @@ class TransferOptions:
         _require(
             self.lease_s <= MAX_LEASE_S,
             f"lease_s={self.lease_s}; expected at most {MAX_LEASE_S:g}",
+        )
+        _require(
+            0 <= self.side_channel_port <= 65535,
+            f"side_channel_port={self.side_channel_port}; expected 1..65535, or 0 for a free one",
         )
         _require(
             0 < self.deadline_s < self.lease_s,

@@ -73,6 +73,9 @@ def pair_configs(
         raise ConfigError(
             f"prefill={num_prefill} and decode={num_decode}; expected at least 1 of each"
         )
+    for side, tp in (("prefill_tp", prefill_tp), ("decode_tp", decode_tp)):
+        if tp < 1:
+            raise ConfigError(f"{side}={tp}; expected at least 1")
     for name, value, default, instead in (
         ("tp", config.parallel.tp, 1, "--prefill-tp and --decode-tp"),
         ("role", config.transfer.role, "colocated", "--prefill and --decode alone"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem.config.engine import CacheOptions, ParallelOptions
 from tandem.config.model import ModelConfig
+from tandem.errors import ConfigError
 from tandem.state.arena import build_geometry
 from tandem.state.segments import Segment, page_period, segments
 from tandem.state.spec import StateSpec, build_state_spec
@@ -36,6 +37,11 @@ def build_plan(
         `dst_page` within the period after which page boundaries meet again.
     Raises: ShardingError naming component, units and tp; ConfigError for page_tokens or tp.
     """
+    if peer_tp is None and peer_page_tokens is not None:
+        raise ConfigError(
+            f"peer_page_tokens={peer_page_tokens} describes a peer whose peer_tp is not given; "
+            "give both"
+        )
     dst = _spec(model, tp, rank, page_tokens)
     geometry = build_geometry(
         page_tokens=page_tokens,

@@ -212,6 +212,10 @@ def test_plan_refuses_a_tp_that_does_not_fit(run, nano, flags):
         (("--page-tokens", "12"), "page_tokens=12"),
         (("--peer-tp", "1", "--peer-page-tokens", "4"), "page_tokens=4"),
         (("--dtype", "int8"), "dtype='int8'"),
+        (("--tp", "1000000000"), "tp=1000000000; expected at least 1, at most 1024"),
+        (("--peer-tp", "100000000"), "tp=100000000; expected at least 1, at most 1024"),
+        (("--page-tokens", "8000000000000"), "expected at most 65536"),
+        (("--peer-page-tokens", "32"), "peer_page_tokens=32 describes a peer whose peer_tp"),
     ],
 )
 def test_plan_refuses_bad_values_in_one_line(run, nano, flags, message):
@@ -285,6 +289,15 @@ def test_a_refusal_is_one_line_on_stderr_and_status_2():
         (("--page-tokens", "12"), "page_tokens=12"),
         (("--lease-s", "1", "--deadline-s", "2"), "deadline_s=2.0"),
         (("--load-format", "dummy"), "load_format='dummy'"),
+        (("--log-level", "LOUD"), "log_level='LOUD'; expected one of DEBUG, INFO"),
+        (("--port", "99999"), "port=99999; expected 1..65535"),
+        (("--side-channel-port", "99999"), "side_channel_port=99999; expected 1..65535"),
+        (("--prefill-tp", "2"), "prefill_tp=2 describes a pair; give --prefill and --decode"),
+        (("--prefill-page-tokens", "32"), "prefill_page_tokens=32 describes a pair"),
+        (
+            ("--prefill", "1", "--decode", "1", "--prefill-tp", "0", "--decode-tp", "0"),
+            "prefill_tp=0; expected at least 1",
+        ),
     ],
 )
 def test_serve_refuses_bad_settings_before_it_starts_anything(run, nano, flags, message):
