@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.errors import CapacityError
 from tandem.ops import native
 from tandem.ops.dispatch import is_native_enabled
 from tandem.state.arena import ArenaGeometry
 from tandem.state.spec import PlacedComponent, StateSpec
-from tandem.units import dtype_nbytes
+from tandem.units import dtype_nbytes, format_nbytes
 
 _PAGE_NBYTES_OF_OS = 4096
 
@@ -38,10 +39,19 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def build_arena(spec: StateSpec, geometry: ArenaGeometry, device: torch.device) -> Arena:
-    """Allocate the arena and its views. The bytes are not initialised: a first owner never
-    reads."""
+    """Allocate the arena and its views. The bytes are not initialised: a first owner never reads.
+
+    Raises: CapacityError when the device has no room for it.
+    """
     # Room to start on an OS page: copies between processes and RDMA registration like it.
-    raw = torch.empty(geometry.arena_nbytes + _PAGE_NBYTES_OF_OS, dtype=torch.uint8, device=device)
+    nbytes = geometry.arena_nbytes + _PAGE_NBYTES_OF_OS
+    try:
+        raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch has no narrower class for a lack of host memory
+        raise CapacityError(
+            f"an arena of {format_nbytes(nbytes)} cannot be allocated on {device}: "
+            f"{str(error).splitlines()[0]}; lower arena_mib, or max_num_seqs"
+        ) from error
     if device.type == "cpu" and is_native_enabled():
         native.advise_huge_pages(raw)  # state updates stream through all of it
     skip = -raw.data_ptr() % _PAGE_NBYTES_OF_OS

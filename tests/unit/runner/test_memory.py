@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tandem.config.model import ModelConfig
+from tandem.errors import CapacityError
 from tandem.runner.memory import Arena, build_arena, torch_dtype
 from tandem.state.arena import ArenaGeometry, build_geometry
 from tandem.state.spec import PlacedComponent, StateSpec, build_state_spec
@@ -124,3 +125,8 @@ def test_kinds_that_a_model_lacks_have_no_views() -> None:
     assert {tuple(components) for components in views.values()} == {
         ("conv.x", "conv.B", "conv.C", "ssm")
     }
+
+
+def test_an_arena_beyond_all_memory_is_refused_with_the_way_out() -> None:
+    with pytest.raises(CapacityError, match=r"TiB cannot be allocated on cpu: .*lower arena_mib"):
+        build(HYBRID, 1, 0, num_slabs=1 << 40)
