@@ -27,6 +27,11 @@ def num_tiles(num_items: int, num_rows: int, tile: int) -> int:
     return min((num_items + num_rows * (tile - 1)) // tile, num_items)
 
 
+def row_tile(num_rows: int) -> int:
+    """How many rows `find_tile` and `count_tiles` look at at once; few sizes, to compile few."""
+    return 16 if num_rows <= 16 else 256
+
+
 def next_tile(extent: int) -> int:
     """The power of two that holds `extent` and is no smaller than a matrix instruction takes."""
     return max(16, triton.next_power_of_2(extent))
@@ -59,3 +64,15 @@ def find_tile(p_starts, num_rows, i_tile, BT: tl.constexpr, BR: tl.constexpr):
         num_before = tl.maximum(num_before, tl.max(tl.where(is_before, b_end, 0), 0))
         num_seen = tl.max(b_end, 0)
     return row, i_tile - num_before
+
+
+@triton.jit
+def count_tiles(p_starts, i_row, BT: tl.constexpr, BR: tl.constexpr):
+    """Tiles of all rows in front of row i_row."""
+    count = i_row * 0
+    for first in range(0, i_row, BR):
+        o_r = first + tl.arange(0, BR)
+        b_start = tl.load(p_starts + o_r, mask=o_r < i_row, other=0).to(tl.int32)
+        b_stop = tl.load(p_starts + o_r + 1, mask=o_r < i_row, other=0).to(tl.int32)
+        count += tl.sum((b_stop - b_start + BT - 1) // BT, 0)
+    return count

@@ -156,7 +156,7 @@ def test_attention(ops, lengths, contexts, num_decode, page_tokens):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (32, 2), (20, 1)])
-@pytest.mark.parametrize(("page_tokens", "head_dim"), [(8, 12), (128, 64), (24, 80)])
+@pytest.mark.parametrize(("page_tokens", "head_dim"), [(8, 12), (128, 64), (24, 80), (16, 256)])
 def test_attention_of_any_grouping_and_page(ops, dtype, heads, kv_heads, page_tokens, head_dim):
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     cases.check_attention(

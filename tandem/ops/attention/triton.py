@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from tandem.ops.attention import reference
-from tandem.ops.tiles import FLOATS, find_tile, is_plain, next_tile, num_processors, num_tiles
+from tandem.ops.tiles import (
+    FLOATS,
+    find_tile,
+    is_plain,
+    next_tile,
+    num_processors,
+    num_tiles,
+    row_tile,
+)
 
 _LOG2_E = 1.4426950408889634
 # Tokens of one split at least: below that, joining splits costs more than it saves.
@@ -70,6 +78,7 @@ def paged_attention(
     """See `reference.paged_attention`. Lengths are read on the device alone."""
     if not (
         q.stride(2) == 1
+        and scale > 0  # the kernels scale the maximum of scores
         and q.dtype is kv.dtype
         and kv[0].is_contiguous()
         and page_table.stride(1) == 1
@@ -92,6 +101,13 @@ def num_splits(num_rows: int, num_kv_heads: int, max_context: int, processors: i
     """
     wanted = triton.cdiv(2 * processors, num_rows * num_kv_heads)
     return max(1, min(wanted, triton.cdiv(max_context, _MIN_SPLIT), _MAX_SPLITS))
+
+
+def prefill_tile(head_dim: int, is_half: bool) -> tuple[int, int, int, int]:
+    """(queries, keys, warps, stages) of one program's tile; what fits registers and memory."""
+    if not is_half:
+        return 16, 32, 4, 1
+    return (128, 128, 8, 2) if head_dim <= 128 else (64, 32, 4, 2)
 
 
 def _decode(
@@ -162,8 +178,7 @@ def _prefill(
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, _, page_tokens, _ = kv.shape
     num_rows = len(context_lens) - num_decode
-    is_half = q.element_size() == 2
-    queries = 128 if is_half else 16
+    queries, keys, warps, stages = prefill_tile(head_dim, q.element_size() == 2)
     tiles = num_tiles(len(q) - num_decode, num_rows, queries)
     attention_prefill_kernel[(num_heads, tiles)](
         q,
@@ -183,10 +198,11 @@ def _prefill(
         D=head_dim,
         PAGE_TOKENS=page_tokens,
         BQ=queries,
-        BK=64 if is_half else 32,
+        BK=keys,
         BD=next_tile(head_dim),
-        num_warps=8 if is_half else 4,
-        num_stages=3 if is_half else 1,
+        BR=row_tile(num_rows),
+        num_warps=warps,
+        num_stages=stages,
     )
 
 
@@ -282,14 +298,15 @@ def _attend(
     else:
         b_k = tl.load(p_key, mask=(o_d < D)[None, :], other=0.0)
         b_v = tl.load(p_key + PAGE_TOKENS * D, mask=(o_d < D)[None, :], other=0.0)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # [queries, BK]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [queries, BK]
     if IS_MASKED:
         b_s = tl.where(o_k[None, :] < b_seen[:, None], b_s, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    # Scaled after the maximum, so that scale and difference are one instruction an entry.
+    b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale)
     # A query that has seen nothing yet keeps its sums at zero: -inf minus -inf is no number.
-    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new) if IS_MASKED else b_new
     b_old = tl.exp2(b_max - b_safe)
-    b_p = tl.exp2(b_s - b_safe[:, None])
+    b_p = tl.exp2(b_s * scale - b_safe[:, None])
     b_sum = b_sum * b_old + tl.sum(b_p, 1)
     b_acc = b_acc * b_old[:, None]
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
@@ -399,12 +416,13 @@ def attention_prefill_kernel(
     BQ: tl.constexpr,
     BK: tl.constexpr,
     BD: tl.constexpr,
+    BR: tl.constexpr,
 ):
     """BQ queries of one head of one sequence over all keys that they see."""
     i_h = tl.program_id(0)
     # Late queries see most: they start first, so that short tiles fill the end.
     i_tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    i_row, i_q = find_tile(p_query_start, num_rows, i_tile, BQ, 256)
+    i_row, i_q = find_tile(p_query_start, num_rows, i_tile, BQ, BR)
     if i_row >= num_rows:
         return
     start = tl.load(p_query_start + i_row).to(tl.int64)

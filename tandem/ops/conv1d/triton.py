@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tandem.errors import ShapeError
 from tandem.ops.conv1d import reference
-from tandem.ops.tiles import FLOATS, find_tile, is_plain, num_tiles
+from tandem.ops.tiles import FLOATS, find_tile, is_plain, num_tiles, row_tile
 
 _MAX_WINDOWS = 4
 _MAX_TAPS = 8
@@ -41,7 +41,7 @@ def conv1d_prefill(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not len(x):
         return y
-    tokens, channels = 32, _channel_tile(windows, 256)
+    tokens, channels = 16, _channel_tile(windows, 256)
     arguments = _window_arguments(windows, channels)
     grid = (_num_channel_tiles(windows, channels), num_tiles(len(x), len(slots), tokens))
     conv1d_prefill_kernel[grid](
@@ -61,6 +61,8 @@ def conv1d_prefill(
         BT=tokens,
         BC=channels,
         BW=triton.next_power_of_2(weight.shape[1] - 1),
+        BV=triton.next_power_of_2(weight.shape[1]),
+        BR=row_tile(len(slots)),
         num_warps=4,
     )
     return y
@@ -198,6 +200,23 @@ def _select_window(
 
 
 @triton.jit
+def _load_weight(p_weight, o_x, m_c, W: tl.constexpr, BV: tl.constexpr):
+    """Taps [BC, BV] of channels o_x in fp32, in the order in which they lie in memory.
+
+    One tap at a time would be a load of two bytes from another line for each channel.
+    """
+    o_w = tl.arange(0, BV)
+    m_w = m_c[:, None] & (o_w < W)[None, :]
+    return tl.load(p_weight + o_x[:, None] * W + o_w[None, :], mask=m_w, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tap(b_weight, tap: tl.constexpr, BV: tl.constexpr):
+    """Column `tap` of the taps."""
+    return tl.sum(tl.where((tl.arange(0, BV) == tap)[None, :], b_weight, 0.0), 1)
+
+
+@triton.jit
 def conv1d_prefill_kernel(
     p_x,
     p_weight,
@@ -226,9 +245,11 @@ def conv1d_prefill_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
     BW: tl.constexpr,
+    BV: tl.constexpr,
+    BR: tl.constexpr,
 ):
     """BT tokens of one sequence, BC channels of one window."""
-    i_row, i_t = find_tile(p_query_start, num_rows, tl.program_id(1), BT, 256)
+    i_row, i_t = find_tile(p_query_start, num_rows, tl.program_id(1), BT, BR)
     if i_row >= num_rows:
         return
     p_window, slot, first, size, i_c = _select_window(
@@ -241,20 +262,20 @@ def conv1d_prefill_kernel(
     o_c = i_c * BC + tl.arange(0, BC)  # in the window
     m_c = o_c < size
     o_x = first + o_c  # in x
-    o_t = i_t * BT + tl.arange(0, BT)
-    # The first W - 1 tokens need the window: they are a tile of their own, below.
-    m_y = ((o_t >= W - 1) & (o_t < length))[:, None] & m_c[None, :]
     p_x += start * x_token
     p_y += start * num_channels
     b_bias = tl.zeros([BC], tl.float32)
     if HAS_BIAS:
         b_bias += tl.load(p_bias + o_x, mask=m_c, other=0.0).to(tl.float32)
+    o_t = i_t * BT + tl.arange(0, BT)
+    # The first W - 1 tokens need the window: they are a tile of their own, below.
+    m_y = ((o_t >= W - 1) & (o_t < length))[:, None] & m_c[None, :]
+    b_weight = _load_weight(p_weight, o_x, m_c, W, BV)
     b_y = tl.zeros([BT, BC], tl.float32) + b_bias[None, :]
     for tap in tl.static_range(W):
         o_s = (o_t - (W - 1) + tap).to(tl.int64)
         b_x = tl.load(p_x + o_s[:, None] * x_token + o_x[None, :], mask=m_y, other=0.0)
-        b_w = tl.load(p_weight + o_x * W + tap, mask=m_c, other=0.0)
-        b_y += b_x.to(tl.float32) * b_w.to(tl.float32)[None, :]
+        b_y += b_x.to(tl.float32) * _tap(b_weight, tap, BV)[None, :]
     if HAS_SILU:
         b_y = b_y * tl.sigmoid(b_y)
     p_out = p_y + o_t.to(tl.int64)[:, None] * num_channels + o_x[None, :]
@@ -274,8 +295,7 @@ def conv1d_prefill_kernel(
         m_new = (o_h + tap >= W - 1)[:, None]
         p_new = p_x + (o_h + tap - (W - 1)).to(tl.int64)[:, None] * x_token + o_x[None, :]
         b_new = tl.load(p_new, mask=m_h & m_new, other=0.0)
-        b_w = tl.load(p_weight + o_x * W + tap, mask=m_c, other=0.0)
-        b_head += tl.where(m_new, b_new, b_old).to(tl.float32) * b_w.to(tl.float32)[None, :]
+        b_head += tl.where(m_new, b_new, b_old).to(tl.float32) * _tap(b_weight, tap, BV)[None, :]
     if HAS_SILU:
         b_head = b_head * tl.sigmoid(b_head)
     p_out_head = p_y + o_h.to(tl.int64)[:, None] * num_channels + o_x[None, :]

@@ -129,16 +129,22 @@ def order_by_expert(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, 
     return order, starts
 
 
-def product_tiles(num_pairs: int, num_experts: int, is_half: bool) -> dict[str, int]:
-    """Tile sizes of the grouped product by the mean number of pairs of an expert."""
+def product_tiles(
+    num_pairs: int, num_experts: int, is_half: bool, is_gated: bool
+) -> dict[str, int]:
+    """Tile sizes of the grouped product by the mean number of pairs of an expert.
+
+    A gated product holds two tiles of weights: its largest must fit the shared memory.
+    """
     if not is_half:
         return {"BM": 16, "BN": 32, "BK": 32, "num_warps": 4, "num_stages": 2}
     mean = num_pairs / num_experts
-    if mean <= 16:  # bound by the bytes of the weights: many small programs, deep pipelines
-        return {"BM": 16, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}
-    if mean <= 48:
-        return {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
-    return {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+    if mean <= 16:  # bound by the bytes of the weights
+        return {"BM": 16, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
+    if mean <= 64:
+        return {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
+    outputs = 128 if is_gated else 256
+    return {"BM": 128, "BN": outputs, "BK": 64, "num_warps": 8, "num_stages": 3}
 
 
 def _grouped_product(
@@ -160,7 +166,7 @@ def _grouped_product(
     """
     num_experts, _, num_inputs = b.shape
     pairs = len(order)
-    tiles = product_tiles(pairs, num_experts, a.element_size() == 2)
+    tiles = product_tiles(pairs, num_experts, a.element_size() == 2, is_gated)
     grid = (triton.cdiv(num_outputs, tiles["BN"]), num_tiles(pairs, num_experts, tiles["BM"]))
     experts_product_kernel[grid](
         a,

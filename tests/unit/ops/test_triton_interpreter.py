@@ -27,7 +27,14 @@ SMALL = {"dtype": torch.float32, "heads": 2, "groups": 1, "head_dim": 5, "state_
 
 
 @pytest.mark.parametrize(
-    ("lengths", "has_state"), [([5, 0, 20], [True, True, False]), ([33], [True]), ([1], [False])]
+    ("lengths", "has_state"),
+    [
+        ([5, 0, 20], [True, True, False]),
+        ([33], [True]),
+        ([1], [False]),
+        ([150], [True]),  # in segments
+        ([140, 3], [False, True]),
+    ],
 )
 def test_ssd_prefill(lengths, has_state):
     cases.check_ssd_prefill(ssd, "cpu", lengths, has_state, **SMALL)
