@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandem.errors import ModelError, RequestError
@@ -24,6 +25,8 @@ FILE_NAMES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+# Encoding a longer text takes long enough to be noticed by others.
+LONG_TEXT_CHARS = 4096
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Arguments of the template engine itself, which a request must not set.
 _RESERVED_TEMPLATE_NAMES = frozenset(
@@ -95,7 +98,8 @@ class Tokenizer:
         return self._files
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        backend = self._backend if len(text) <= LONG_TEXT_CHARS else self._backend_for_long
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Plain decoding, without clean-up of spaces, which no stream could follow.
@@ -155,6 +159,12 @@ class Tokenizer:
         if self._decoders & {"Metaspace", "Replace"}:
             return str(piece).replace("\u2581", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+    @cached_property
+    def _backend_for_long(self) -> tokenizers.Tokenizer:
+        """A copy: decoding waits while the same object encodes (tokenizers 0.23), so one long text
+        would hold up every answer."""
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
     @cached_property
     def _added_tokens(self) -> dict[int, str]:

@@ -12,6 +12,9 @@ from tandem.errors import RequestError
 from tandem.state.ticket import Ticket, TokenLogprob
 
 MAX_LOGPROBS = 20
+# Each character of an answer is compared with each stop string, beside all other answers.
+MAX_STOP_STRINGS = 1024
+MAX_STOP_CHARS = 1 << 16
 MAX_COUNT = 2**31 - 1
 
 
@@ -64,8 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.logprobs is not None:
             _range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if any(not text for text in self.stop):
-            raise RequestError("stop holds an empty string; remove it", "stop")
+        self._validate_stop()
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             for token_id in ids:
                 if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
@@ -74,6 +76,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     )
         for bias in self.logit_bias.values():
             _range("logit_bias", bias, -100, 100)
+
+    def _validate_stop(self) -> None:
+        if isinstance(self.stop, str) or any(not isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop={self.stop!r}; expected a tuple of texts", "stop")
+        if any(not text for text in self.stop):
+            raise RequestError("stop holds an empty string; remove it", "stop")
+        num_chars = sum(map(len, self.stop))
+        if len(self.stop) > MAX_STOP_STRINGS or num_chars > MAX_STOP_CHARS:
+            raise RequestError(
+                f"stop holds {len(self.stop)} strings of {num_chars} characters together; expected "
+                f"at most {MAX_STOP_STRINGS} of {MAX_STOP_CHARS}",
+                "stop",
+            )
 
 
 def _range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

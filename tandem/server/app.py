@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from tandem.engine.outputs import split_choices
-from tandem.engine.tokenizer import Tokenizer
+from tandem.engine.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from tandem.errors import TandemError
 from tandem.log import get_logger
 from tandem.scheduler.request import EngineRequest, SamplingParams
@@ -49,8 +49,8 @@ log = get_logger(__name__)
 
 # Sequences of one HTTP request, over all its prompts.
 MAX_CHOICES = 1024
-# Encoding a longer text would hold up every other request's tokens; it goes to a thread.
-_LONG_TEXT_CHARS = 4096
+# Rendering more of them takes long enough to be noticed by others; it goes to a thread.
+_MANY_MESSAGES = 256
 _CLIENT_GONE_STATUS = 499
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -97,7 +97,7 @@ class _Endpoints:
     async def chat(self, request: Request) -> Response:
         body = parse_body(await read_body(request), ChatBody)
         info = self._served_model(body)
-        text = self._tokenizer.render_chat(plain_messages(body.messages), body.chat_template_kwargs)
+        text = await self._render(plain_messages(body.messages), body.chat_template_kwargs)
         # The template writes the special tokens itself.
         prompts = [Prompt(None, await self._token_ids(text, add_special_tokens=False))]
         sampling = body.sampling(max_tokens=body.token_limit(), logprobs=body.num_logprobs())
@@ -137,9 +137,14 @@ class _Endpoints:
                 )
         return Prompt(None, prompt)
 
+    async def _render(self, messages: list[dict[str, Any]], template_args: dict[str, Any]) -> str:
+        if len(messages) > _MANY_MESSAGES:
+            return await asyncio.to_thread(self._tokenizer.render_chat, messages, template_args)
+        return self._tokenizer.render_chat(messages, template_args)
+
     async def _token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            if len(text) > _LONG_TEXT_CHARS:
+            if len(text) > LONG_TEXT_CHARS:  # in a thread: others' tokens go on meanwhile
                 return await asyncio.to_thread(
                     self._tokenizer.encode, text, add_special_tokens=add_special_tokens
                 )

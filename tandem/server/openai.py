@@ -16,6 +16,7 @@ from tandem.server.api_error import ApiError
 Body = TypeVar("Body", bound="GenerationBody")
 
 DEFAULT_COMPLETION_TOKENS = 16
+_TOKEN_ID = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 
 # They name a user, a cache or a bill, and change no token.
 NO_EFFECT = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -209,12 +210,14 @@ def _validation_error(message: str) -> ApiError:
 
 
 def _token_biases(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): bias for token_id, bias in biases.items()}
-    except ValueError as error:
-        raise ApiError(
-            f"logit_bias has a key that is no token id: {error}", param="logit_bias"
-        ) from error
+    for key in biases:
+        # int() would also read " 5 ", "1_0" and "05", and two keys could mean one token.
+        if not _TOKEN_ID.fullmatch(key):
+            raise ApiError(
+                f"logit_bias has a key that is no token id: {_shortened(key)}; expected digits",
+                param="logit_bias",
+            )
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def _shortened(value: Any) -> str:

@@ -1,5 +1,7 @@
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -58,3 +60,28 @@ def test_rendering_a_chat_loads_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_long_text_does_not_hold_up_decoding():
+    tokenizer = byte_level()
+    done = threading.Event()
+    spent = 0.0
+
+    def encode() -> None:
+        nonlocal spent
+        start = time.thread_time()
+        tokenizer.encode("a " * 300_000)
+        spent = time.thread_time() - start
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    longest = 0.0
+    while not done.is_set():
+        start = time.perf_counter()
+        tokenizer.decode([5, 6, 7])
+        longest = max(longest, time.perf_counter() - start)
+        time.sleep(0.001)
+    thread.join()
+    # Decoding with the object that encodes waits for the whole of it.
+    assert longest < spent / 2, (longest, spent)
