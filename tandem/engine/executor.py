@@ -5,6 +5,7 @@ nothing.
 """
 
 import subprocess
+import time
 from typing import Protocol
 
 import msgspec
@@ -33,6 +34,8 @@ from tandem.transfer.reader import ReadCommand, ReadEvent
 # Loading a large checkpoint from a slow disk takes minutes; a step never takes this long.
 START_TIMEOUT_S = 1800.0
 STEP_TIMEOUT_S = 600.0
+# Once one rank has failed, the others fail too or are stuck waiting for it.
+_FAILURE_GRACE_S = 5.0
 
 
 class Executor(Protocol):
@@ -89,6 +92,7 @@ class ProcessExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._events: list[tuple[int, ReadEvent]] = []
         self.ranks: list[RankInfo] = []
@@ -100,6 +104,7 @@ class ProcessExecutor:
                 socket.set_hwm(0)
                 socket.bind(endpoint)
                 self._sockets.append(socket)
+                self._poller.register(socket, zmq.POLLIN)
                 settings = RankSettings(
                     config=config,
                     rank=rank,
@@ -144,27 +149,37 @@ class ProcessExecutor:
             if isinstance(message, Failure):
                 raise message.error()
 
-    def _command(self, message: ToRank, timeout_s: float = STEP_TIMEOUT_S) -> StepResult | None:
+    def _command(self, message: ToRank) -> StepResult | None:
+        """Send to all ranks, take one answer from each: an unread one would answer the next.
+
+        Raises: what the ranks failed with, if they all answered; EngineDeadError if one did not,
+        because the others may then wait for it inside a collective for ever.
+        """
         data = self._encoder.encode(message)
         for socket in self._sockets:
             socket.send(data)
+        replies: dict[int, FromRank] = {}
+        deadline = time.monotonic() + STEP_TIMEOUT_S
+        while len(replies) < len(self._sockets):
+            for socket, _ in self._poller.poll(500):
+                rank = self._sockets.index(socket)
+                replies[rank] = self._decoder.decode(socket.recv())
+                if isinstance(replies[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + _FAILURE_GRACE_S)
+            if len(replies) == len(self._sockets):
+                break
+            self.check()
+            if time.monotonic() > deadline:
+                silent = [rank for rank in range(len(self._sockets)) if rank not in replies]
+                failed = [item.message for item in replies.values() if isinstance(item, Failure)]
+                raise EngineDeadError(f"rank {silent[0]} did not answer; others failed: {failed}")
         result = None
-        failures: list[Exception] = []
-        for rank in range(len(self._sockets)):
-            # Every rank answers every command: one that is not read now would answer the next one.
-            try:
-                reply = self._receive(rank, timeout_s)
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                failures.append(error)
-                continue
+        for rank, reply in sorted(replies.items()):
+            if isinstance(reply, Failure):
+                raise reply.error()
             assert isinstance(reply, RankReply), reply
             self._events.extend((rank, event) for event in reply.reads)
-            if rank == 0:
-                result = reply.result
-        if failures:
-            raise failures[0]
+            result = reply.result if rank == 0 else result
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:

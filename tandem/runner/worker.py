@@ -64,6 +64,8 @@ class Worker:
         self._device = (
             torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         )
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # Triton launches on the current device
         if self._device.type == "cpu" and is_native_enabled():
             native.load()  # compiles once per machine: no request shall wait for that
         model = model_config(config)

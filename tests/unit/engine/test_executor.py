@@ -1,0 +1,85 @@
+"""Commands to several ranks: all answer, or the engine ends."""
+
+import threading
+
+import msgspec
+import pytest
+import zmq
+
+from tandem.config.args import build_config
+from tandem.engine import executor as module
+from tandem.engine.executor import ProcessExecutor
+from tandem.engine.messages import Failure, RankReady, RankReply, RankSettings
+from tandem.errors import EngineDeadError, TandemError
+from tandem.scheduler.step import StepPlan, StepResult
+
+PLAN = StepPlan(7, [], [], [], 0)
+
+
+class FakeRank:
+    """Stands for the process of a rank: a thread that gives scripted answers."""
+
+    def __init__(self, settings: RankSettings, answers: list[RankReply | Failure]) -> None:
+        self.stdin = None
+        self.returncode: int | None = None
+        self._settings, self._answers = settings, answers
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+            socket.connect(self._settings.endpoint)
+            encode = msgspec.msgpack.encode
+            socket.send(encode(RankReady(self._settings.rank, None)))
+            for answer in self._answers:
+                socket.recv()
+                socket.send(encode(answer))
+            while self.returncode is None:
+                socket.poll(20)
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.returncode = 0
+        self._thread.join()
+        return 0
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch, answers: list[list[RankReply | Failure]]
+) -> ProcessExecutor:
+    monkeypatch.setattr(module, "_FAILURE_GRACE_S", 0.1)
+    monkeypatch.setattr(
+        module, "spawn", lambda name, settings: FakeRank(settings, answers[settings.rank])
+    )
+    return ProcessExecutor(build_config("unused", {"tp": len(answers)}), 2, "engine")
+
+
+def test_the_samples_are_those_of_rank_0(monkeypatch):
+    replies = [[RankReply(StepResult(7, []), [])], [RankReply(StepResult(8, []), [])]]
+    executor = start(monkeypatch, replies)
+    assert executor.execute(PLAN).step_id == 7
+    executor.close()
+
+
+def test_a_failure_of_all_ranks_costs_the_step_alone(monkeypatch):
+    good = RankReply(StepResult(7, []), [])
+    bad = Failure("TandemError", "a bad step")
+    executor = start(monkeypatch, [[bad, good], [bad, good]])
+    with pytest.raises(TandemError, match="a bad step") as caught:
+        executor.execute(PLAN)
+    assert not isinstance(caught.value, EngineDeadError)
+    assert executor.execute(PLAN).step_id == 7
+    executor.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_alone_ends_the_engine(monkeypatch, failing):
+    """The other one waits for it inside a collective and would never answer."""
+    answers: list[list[RankReply | Failure]] = [[], []]
+    answers[failing] = [Failure("TandemError", "out of memory")]
+    executor = start(monkeypatch, answers)
+    with pytest.raises(EngineDeadError, match=rf"rank {1 - failing} did not answer.*out of memory"):
+        executor.execute(PLAN)
+    executor.close()
