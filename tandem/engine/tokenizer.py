@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandem.errors import ModelError, RequestError
@@ -98,8 +97,11 @@ class Tokenizer:
         return self._files
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        backend = self._backend if len(text) <= LONG_TEXT_CHARS else self._backend_for_long
-        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) <= LONG_TEXT_CHARS:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # encode() keeps Python's global lock until it is done (tokenizers 0.23); batches let go.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Plain decoding, without clean-up of spaces, which no stream could follow.
@@ -159,12 +161,6 @@ class Tokenizer:
         if self._decoders & {"Metaspace", "Replace"}:
             return str(piece).replace("\u2581", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
-
-    @cached_property
-    def _backend_for_long(self) -> tokenizers.Tokenizer:
-        """A copy: decoding waits while the same object encodes (tokenizers 0.23), so one long text
-        would hold up every answer."""
-        return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
     @cached_property
     def _added_tokens(self) -> dict[int, str]:
