@@ -2,9 +2,10 @@
 
 import asyncio
 import itertools
+import operator
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -135,12 +136,21 @@ class LLM:
             self._thread.join()
 
     def _job(self, prompt: Prompt, sampling: SamplingParams) -> "_Job":
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"params is {type(sampling).__name__}; expected SamplingParams")
+        sampling.validate()
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = _token_ids(prompt) if text is None else self._encode(text)
         requests = split_choices(f"offline-{next(self._ids)}", token_ids, sampling)
         for request in requests:
             self._core.check(request)
         return _Job(text, requests, _LazyTokenizer(self))
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self.tokenizer.encode(text)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"the prompt is not valid Unicode: {error}", "prompt") from error
 
     def _submit(self, sequence: "_Sequence", sink: _Sink) -> None:
         if self._dead is not None or not self._thread.is_alive():
@@ -246,10 +256,28 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(_prompt_message(prompts), "prompt")
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Token ids of any integer type; bytes and truth values are mistakes."""
+    try:
+        if isinstance(prompt, bytes) or any(isinstance(item, bool) for item in prompt):
+            raise TypeError
+        return [operator.index(item) for item in prompt]
+    except TypeError:
+        raise RequestError(_prompt_message(prompt), "prompt") from None
+
+
+def _prompt_message(prompt: object) -> str:
+    text = repr(prompt)
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    return f"prompt {shown} is {type(prompt).__name__}; expected a text or token ids"
 
 
 def _params_for(
@@ -259,6 +287,10 @@ def _params_for(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
+    if not isinstance(params, list | tuple):
+        raise RequestError(
+            f"params is {type(params).__name__}; expected SamplingParams or a list of them"
+        )
     if len(params) != len(prompts):
         raise RequestError(f"{len(params)} params for {len(prompts)} prompts; give one or as many")
     return list(params)

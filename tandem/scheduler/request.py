@@ -48,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises RequestError naming the field, its value and what is expected."""
+        self._validate_types()
         _range("n", self.n, 1, 128)
         _range("temperature", self.temperature, 0, 100)
         _range("top_p", self.top_p, 0, 1, open_low=True)
@@ -77,9 +78,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for bias in self.logit_bias.values():
             _range("logit_bias", bias, -100, 100)
 
+    def _validate_types(self) -> None:
+        """A constructor call checks none, and a wrong one would fail a step with its neighbours."""
+        for name, value in msgspec.structs.asdict(self).items():
+            try:
+                msgspec.convert({name: value}, SamplingParams)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"{name}={value!r}: {error}", name) from error
+
     def _validate_stop(self) -> None:
-        if isinstance(self.stop, str) or any(not isinstance(text, str) for text in self.stop):
-            raise RequestError(f"stop={self.stop!r}; expected a tuple of texts", "stop")
         if any(not text for text in self.stop):
             raise RequestError("stop holds an empty string; remove it", "stop")
         num_chars = sum(map(len, self.stop))
