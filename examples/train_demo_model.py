@@ -42,9 +42,10 @@ MAX_SHARD_NBYTES = 12 * 2**20
 DISTANCES = (10, 50, 100, 200, 400, 800)  # bounds of the recall buckets, in tokens
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ message['content'] + '\\n' }}"
+    "{% if message['role'] in ('system', 'developer') %}{{ message['content'] + '\\n' }}"
     "{% elif message['role'] == 'user' %}{{ 'Question: ' + message['content'] + '\\nAnswer:' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token + '\\n' }}"
+    "{% else %}{{ raise_exception('role ' + message['role'] + ' is not supported') }}"
     "{% endif %}{% endfor %}"
 )
 

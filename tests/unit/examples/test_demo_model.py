@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from train_demo_model import load_folder, recalled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,6 +55,16 @@ def test_chat_template_ends_where_the_answer_starts(tokenizer):
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == ("Question: Hello.\nAnswer: Good day.</s>\nQuestion: Who are you?\nAnswer:")
+
+
+def test_chat_template_takes_developers_for_systems_and_refuses_other_roles(tokenizer):
+    def render(role: str) -> str:
+        messages = [{"role": role, "content": "Be brief."}, {"role": "user", "content": "Hello."}]
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+
+    assert render("developer") == render("system") == "Be brief.\nQuestion: Hello.\nAnswer:"
+    with pytest.raises(TemplateError, match="role wizard is not supported"):
+        render("wizard")
 
 
 def test_folder_fits_the_repository():
