@@ -187,6 +187,7 @@ def bench_offline(
     """Prefill and decode rates of one engine, without HTTP, beside the machine's limits."""
     from tandem.bench.offline import run_offline
 
+    _require_counts(steps=[steps], batches=batches, prefill_tokens=prefill_tokens)
     tandem_log.configure(log_level)
     result = run_offline(
         _bench_config(model, settings),
@@ -213,6 +214,7 @@ def bench_pair(
     """Rates of a prefill and a decode engine on this machine, one thread each by default."""
     from tandem.bench.pair import run_pair
 
+    _require_counts(steps=[steps], batches=batches, prefill_tokens=[prefill_tokens])
     tandem_log.configure(log_level)
     result = run_pair(
         _bench_config(model, settings),
@@ -221,6 +223,12 @@ def bench_pair(
         num_steps=steps,
     )
     _show_bench(result, as_json)
+
+
+def _require_counts(**named: list[int] | None) -> None:
+    for name, counts in named.items():
+        if any(count < 1 for count in counts or ()):
+            raise ConfigError(f"{name}={min(counts or ())}; expected at least 1")
 
 
 def _bench_config(model: str | None, settings: dict[str, Any]) -> EngineConfig:

@@ -5,6 +5,7 @@ and every tensor that does not fit is named at once.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -81,7 +82,8 @@ def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            named = set(json.loads(index.read_text())["weight_map"].values())
+            names = sorted(named, key=os.fspath)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ModelError(f"{index} is not readable JSON: {error}; {_REDOWNLOAD}") from error
         except (KeyError, TypeError, AttributeError):

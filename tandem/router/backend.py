@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tandem.errors import EngineDeadError
+from tandem.errors import ConfigError, EngineDeadError
 from tandem.log import get_logger
 from tandem.router.link import EngineLink, LegError
 from tandem.router.policy import RouterOptions, choose
@@ -52,7 +52,10 @@ class _Progress:
 
 
 class PairBackend:
-    """Prefill and decode engines by URL. start() begins to probe them; close() ends that."""
+    """Prefill and decode engines by URL. start() begins to probe them; close() ends that.
+
+    Raises: ConfigError for a URL that can lead to no engine.
+    """
 
     def __init__(
         self,
@@ -60,6 +63,8 @@ class PairBackend:
         decode_urls: Sequence[str],
         options: RouterOptions | None = None,
     ) -> None:
+        for url in (*prefill_urls, *decode_urls):
+            _check_url(url)
         self._options = options or RouterOptions()
         self._urls = {"prefill": list(prefill_urls), "decode": list(decode_urls)}
         self._links: dict[str, list[EngineLink]] = {"prefill": [], "decode": []}
@@ -271,3 +276,14 @@ class PairBackend:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = httpx.URL(url)
+        is_engine = parts.scheme in ("http", "https") and bool(parts.host)
+        is_engine = is_engine and (parts.port is None or 0 < parts.port < 65536)
+    except (httpx.InvalidURL, ValueError):
+        is_engine = False
+    if not is_engine:
+        raise ConfigError(f"{url!r} is no address of an engine; expected http://HOST:PORT")

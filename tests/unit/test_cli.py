@@ -283,6 +283,25 @@ def test_a_refusal_is_one_line_on_stderr_and_status_2():
 
 
 @pytest.mark.parametrize(
+    "flags", [("--steps", "0"), ("--batches", "0"), ("--prefill-tokens", "-5")]
+)
+@pytest.mark.parametrize("what", ["offline", "pair"])
+def test_bench_refuses_counts_below_one(run, nano, what, flags):
+    status, _, err = run("bench", what, nano, *flags)
+    assert status == 2
+    assert "expected at least 1" in err
+
+
+@pytest.mark.parametrize(
+    "url", ["", "nonsense", "ftp://a", "http://", "http://127.0.0.1:99999", "http://a:b"]
+)
+def test_route_refuses_what_is_no_address(run, url):
+    status, _, err = run("route", "--prefill", url, "--decode", "http://127.0.0.1:1", "--port", "0")
+    assert status == 2
+    assert "is no address of an engine; expected http://HOST:PORT" in err
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--role", "both"), "role='both'; expected colocated, prefill or decode"),

@@ -144,7 +144,10 @@ def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}', '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"metadata": {}}', '{"weight_map": 3}', '{"weight_map": {"a": 5, "b": "x"}}'],
+)
 def test_broken_index_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
