@@ -167,7 +167,7 @@ def test_blocks_say_what_they_are(path: Path) -> None:
 
 def test_machine_paths_are_recognised() -> None:
     """The tests above can fail."""
-    for text in ("see /home/x", "(/work/main)", "`/tmp/a`", "/Users/x/y"):
+    for text in ("see /home/x", "(/work/x)", "`/tmp/a`", "/Users/x/y"):
         assert _MACHINE_PATH.search(text), text
     for text in (
         "GET /v1/models",
