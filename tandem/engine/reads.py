@@ -161,11 +161,13 @@ class ReadDesk:
         command = ReadCommand(
             request_id=request_id,
             peer=peer.key,
+            part=0,
+            start_token=0,
+            stop_token=read.ticket.num_tokens,
             src_pages=read.ticket.pages,
             src_slot=read.ticket.slot,
             dst_pages=tuple(pages),
             dst_slot=read.slot,
-            num_tokens=read.ticket.num_tokens,
         )
         read.is_posted = True
         read.deadline = self._clock() + self._deadline_s

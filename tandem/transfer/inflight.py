@@ -1,4 +1,4 @@
-"""A connected peer (`PeerLink`) and one request's reads from it (`InFlight`).
+"""A connected peer (`PeerLink`) and the transfers of one read from it (`InFlight`).
 
 Used by the transfer thread of reader.py alone.
 """
@@ -14,6 +14,7 @@ from tandem.transfer.agent import TransferAgent
 from tandem.transfer.identity import ProcessIdentity, is_proven_dead
 from tandem.transfer.layout import PeerInfo, RankLayout, check_peer
 from tandem.transfer.plan import Placement, RankPlan, build_rank_plans
+from tandem.transfer.protocol import ReadCommand
 
 log = get_logger(__name__)
 
@@ -120,13 +121,13 @@ class _Transfer:
 
 @dataclass
 class InFlight:
-    """The transfers of one request, one for each source rank.
+    """The transfers of one part of a request, one for each source rank.
 
-    The request has an outcome only when all of them have stopped: a sibling that still runs writes
+    The part has an outcome only when all of them have stopped: a sibling that still runs writes
     into the same pages.
     """
 
-    request_id: str
+    command: ReadCommand
     link: PeerLink
     is_given_up: bool = False
     error: str | None = None
@@ -140,21 +141,29 @@ class InFlight:
     _next_death_check: float = 0.0
     _death_seen: float | None = None
 
-    def post(self, num_tokens: int, src: Placement, dst: Placement) -> None:
-        """Start a read from each source rank. A failure is kept in `error`: wrong ids of the
-        ticket, or the transport's (`has_transport_failed`): then the link must be made anew."""
+    def post(self) -> None:
+        """Start a read from each source rank that has something of the part. A failure is kept in
+        `error`: wrong ids of the ticket, or the transport's (`has_transport_failed`): then the
+        link must be made anew."""
         self.link.num_reads += 1
         self._start = time.monotonic()
         self._next_death_check = self._start + _DEATH_CHECK_S
-        agent = self.link.agent
+        agent, command = self.link.agent, self.command
+        src = Placement(command.src_pages, command.src_slot)
+        dst = Placement(command.dst_pages, command.dst_slot)
         try:
             # All ids first: what the ticket gets wrong must not leave half a read behind.
-            reads = [rank.plan.read_ids(num_tokens, src, dst) for rank in self.link.ranks]
+            reads = [
+                rank.plan.read_ids(command.start_token, command.stop_token, src, dst)
+                for rank in self.link.ranks
+            ]
         except TransferError as error:
             self.error = str(error)
             return
         try:
             for rank, read in zip(self.link.ranks, reads, strict=True):
+                if not len(read.local):
+                    continue
                 handle = agent.post_read(rank.local, read.local, rank.remote, read.remote)
                 self._transfers.append(_Transfer(handle, rank.process))
                 self.nbytes += read.nbytes
@@ -205,4 +214,4 @@ class InFlight:
         self.is_peer_lost = self.is_peer_lost or isinstance(error, PeerLostError)
         if self.error is None:
             self.error = str(error)
-            log.debug("read of request %s failed: %s", self.request_id, error)
+            log.debug("read of request %s failed: %s", self.command.request_id, error)

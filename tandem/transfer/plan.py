@@ -42,7 +42,7 @@ class ReadIds:
 @dataclass(frozen=True)
 class PageRow:
     """Pairing of one row: page `src_page` of each period of source pages goes to `dst_page` of the
-    period of destination pages, if the prompt is longer than `first_token` into the period."""
+    period of destination pages, if `first_token` of the period is among the tokens to move."""
 
     src_page: int
     dst_page: int
@@ -67,38 +67,50 @@ class RankPlan:
     remote: DescriptorTable
     page_rows: tuple[PageRow, ...]
 
-    def read_ids(self, num_tokens: int, src: Placement, dst: Placement) -> ReadIds:
-        """The ids that move the state after `num_tokens` tokens.
+    def read_ids(self, start: int, stop: int, src: Placement, dst: Placement) -> ReadIds:
+        """The ids that move the K/V of tokens [start, stop), and the slot if both sides name one.
 
-        Pages pair by position in the prompt; more pages than it needs may be given.
-        Raises: TransferError for pages that are too few, a missing slot or ids out of range.
+        `start` is the first token of a destination page, and so is `stop` unless the prompt ends
+        there: nothing outside these pages is touched. Pages pair by position in the prompt; more
+        of them than the range needs may be given. No ids at all are possible: of a source rank
+        that has only slots for us, or of an empty range.
+
+        Raises: TransferError for a range that is none, pages that are too few, a slot that one
+            side alone names, or ids out of range.
         """
-        if num_tokens < 1:
-            raise TransferError(f"num_tokens={num_tokens}; a prompt has at least 1")
-        src_pages = _pages("source", src, self.remote, num_tokens)
-        dst_pages = _pages("destination", dst, self.local, num_tokens)
         src_tokens = self.remote.layout.spec.page_tokens
         dst_tokens = self.local.layout.spec.page_tokens
+        if not 0 <= start <= stop or start % dst_tokens:
+            raise TransferError(
+                f"tokens [{start}, {stop}) are no range that starts with a destination page of "
+                f"{dst_tokens} tokens"
+            )
+        if (src.slot is None) != (dst.slot is None):
+            side = "source" if src.slot is None else "destination"
+            raise TransferError(f"the {side} names no slot, but the model keeps a state")
+        src_pages = _pages("source", src, self.remote, stop)
+        dst_pages = _pages("destination", dst, self.local, stop)
         src_period, dst_period = page_period(src_tokens, dst_tokens)
         period_tokens = lcm(src_tokens, dst_tokens)
         local: list[Ids] = []
         remote: list[Ids] = []
         for index, row in enumerate(self.page_rows):
-            count = ceil_div(max(num_tokens - row.first_token, 0), period_tokens)
-            periods = np.arange(count, dtype=np.int64)
+            # A row lies within one destination page, so its first token decides for all of it.
+            first, last = (
+                ceil_div(max(edge - row.first_token, 0), period_tokens) for edge in (start, stop)
+            )
+            periods = np.arange(first, last, dtype=np.int64)
             sources = src_pages[row.src_page + periods * src_period]
             targets = dst_pages[row.dst_page + periods * dst_period]
             # Order is free: sorted, all neighbours that could be joined are next to each other.
             order = np.argsort(targets)
             local.append(self.local.page_ids(index, targets[order]))
             remote.append(self.remote.page_ids(index, sources[order]))
-        if self.local.slot_rows:
-            if src.slot is None or dst.slot is None:
-                side = "source" if src.slot is None else "destination"
-                raise TransferError(f"the {side} names no slot, but the model keeps a state")
+        if self.local.slot_rows and src.slot is not None and dst.slot is not None:
             local.append(self.local.slot_ids(dst.slot))
             remote.append(self.remote.slot_ids(src.slot))
-        local_ids, remote_ids = np.concatenate(local), np.concatenate(remote)
+        none = [np.empty(0, dtype=np.int64)]
+        local_ids, remote_ids = np.concatenate(none + local), np.concatenate(none + remote)
         starts, lengths = self.local.intervals(local_ids)
         sources, src_lengths = self.remote.intervals(remote_ids)
         assert np.array_equal(lengths, src_lengths)
@@ -182,7 +194,7 @@ def _first_token(piece: Segment, dst: StateSpec) -> int:
 
 
 def _pages(name: str, side: Placement, table: DescriptorTable, num_tokens: int) -> Ids:
-    """The pages of the prompt; empty if the model has none."""
+    """The pages of the first `num_tokens` tokens; empty if the model has none."""
     if not table.page_rows:
         return np.empty(0, dtype=np.int64)
     page_tokens = table.layout.spec.page_tokens

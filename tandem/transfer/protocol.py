@@ -49,7 +49,7 @@ __all__ = [
     "version_tag",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_REQUEST_NBYTES = 4 << 20
 MAX_REPLY_NBYTES = 16 << 20
 ALL_READERS = -1
@@ -118,16 +118,20 @@ Reply = HelloReply | LeaseReply | ReleaseReply | Refusal
 
 
 class ReadCommand(msgspec.Struct, frozen=True):
-    """Read the state after `num_tokens` tokens from the peer's pages and slot into ours.
+    """Read the K/V of tokens [start_token, stop_token), and the slot if named, into ours.
 
-    `peer` is the incarnation's (engine_id, generation).
-    The lease of the ticket has just been checked. The destination belongs to the reader until the
-    event "done", "failed" or "drained" of this request.
+    `peer` is the incarnation's (engine_id, generation). Pages are those of the prompt, by position,
+    as far as the range reaches; `start_token` is on a border of our pages, `stop_token` too unless
+    the prompt ends there. A request may have several parts in flight; `part` tells them apart.
+    The source memory is known to be kept. The destination belongs to the reader until the event
+    "done" or "failed" of every part, or "drained".
     """
 
     request_id: ShortText
     peer: tuple[ShortText, ShortText]
-    num_tokens: Count
+    part: Count
+    start_token: Count
+    stop_token: Count
     src_pages: tuple[int, ...]
     src_slot: int | None
     dst_pages: tuple[int, ...]
@@ -135,12 +139,12 @@ class ReadCommand(msgspec.Struct, frozen=True):
 
 
 class ReadEvent(msgspec.Struct, frozen=True):
-    """`status`: "done", "failed" (all transfers of the request have stopped) or "drained".
+    """`status`: "done", "failed" (all transfers of the part have stopped) or "drained".
 
-    Each posted request gets exactly one of done and failed, unless it is given up before; each
-    `give_up` gets exactly one drained, after which its memory is quiet. `is_peer_lost`: the peer
-    is gone or cannot be reached; like after any failure of the transport, `add_peer` comes before
-    the next read from it.
+    Each posted part gets exactly one of done and failed, unless it is given up before; each
+    `give_up` gets exactly one drained, after which no part of the request is in flight.
+    `is_peer_lost`: the peer is gone or cannot be reached; like after any failure of the transport,
+    `add_peer` comes before the next read from it.
     """
 
     request_id: str
@@ -150,6 +154,7 @@ class ReadEvent(msgspec.Struct, frozen=True):
     nbytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
+    part: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()

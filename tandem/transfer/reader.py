@@ -15,7 +15,6 @@ from tandem.log import get_logger
 from tandem.transfer.agent import TransferAgent
 from tandem.transfer.inflight import InFlight, PeerLink
 from tandem.transfer.layout import PeerInfo, RankLayout, check_layout
-from tandem.transfer.plan import Placement
 from tandem.transfer.protocol import ReadCommand, ReadEvent
 
 __all__ = ["RankReader", "ReadCommand", "ReadEvent"]
@@ -53,7 +52,7 @@ class RankReader:
         self._links: dict[tuple[str, str], PeerLink] = {}
         self._uses: Counter[str] = Counter()
         self._refused: dict[tuple[str, str], str] = {}
-        self._reads: dict[str, InFlight] = {}
+        self._reads: dict[tuple[str, int], InFlight] = {}  # by request and part
         self._is_closing = False
         self._close_deadline = 0.0
         self._thread = threading.Thread(target=self._run, name="rank-reader", daemon=True)
@@ -84,12 +83,12 @@ class RankReader:
         self._commands.put(lambda: self._drop_peer((engine_id, generation)))
 
     def post(self, command: ReadCommand) -> None:
-        """Start a read. Request ids are unique among reads that have not ended."""
+        """Start a part of a request, beside others. Its number is unique within the request."""
         self._commands.put(lambda: self._post(command))
 
     def give_up(self, request_id: str) -> None:
-        """End a request without its state. "drained" follows when its memory is quiet, at once if
-        nothing is in flight."""
+        """End all parts of a request without their state. One "drained" follows when its memory is
+        quiet, at once if nothing is in flight."""
         self._commands.put(lambda: self._give_up(request_id))
 
     def poll(self) -> list[ReadEvent]:
@@ -121,7 +120,7 @@ class RankReader:
             for read in list(self._reads.values()):
                 self._advance(read)
         for read in self._reads.values():
-            log.warning("abandoned an unfinished read of request %s", read.request_id)
+            log.warning("abandoned an unfinished read of request %s", read.command.request_id)
         for link in self._links.values():
             link.close(remove=not self._reads)
         self._agent.close()
@@ -167,57 +166,64 @@ class RankReader:
             link.retire()
 
     def _post(self, command: ReadCommand) -> None:
-        request_id, key = command.request_id, command.peer
-        assert request_id not in self._reads, request_id
+        key = command.peer
+        assert (command.request_id, command.part) not in self._reads, command
         link = self._links.get(key)
         if link is None:
             reason = self._refused.get(key)
             self._emit(
                 ReadEvent(
-                    request_id,
+                    command.request_id,
                     "failed",
                     error=reason or f"engine {key[0]} (generation {key[1]}) is not connected",
                     is_peer_lost=True,
+                    part=command.part,
                 )
             )
             return
-        read = InFlight(request_id, link)
-        self._reads[request_id] = read
-        read.post(
-            command.num_tokens,
-            Placement(command.src_pages, command.src_slot),
-            Placement(command.dst_pages, command.dst_slot),
-        )
+        read = InFlight(command, link)
+        self._reads[command.request_id, command.part] = read
+        read.post()
         self._advance(read)
 
     def _give_up(self, request_id: str) -> None:
-        read = self._reads.get(request_id)
-        if read is None:
+        parts = self._parts(request_id)
+        if not parts:
             self._emit(ReadEvent(request_id, "drained"))
-        elif not read.is_given_up:
+        # All are marked before any is looked at: the last of them to stop tells for all.
+        fresh = [read for read in parts if not read.is_given_up]
+        for read in fresh:
             read.is_given_up = True
+        for read in fresh:
             self._advance(read)
 
+    def _parts(self, request_id: str) -> list[InFlight]:
+        return [read for read in self._reads.values() if read.command.request_id == request_id]
+
     def _advance(self, read: InFlight) -> None:
-        """Poll a request's transfers; tell its end once all of them have stopped."""
+        """Poll a part's transfers; tell its end once all of them have stopped."""
         if not read.has_stopped(time.monotonic()):
             return
-        del self._reads[read.request_id]
+        command = read.command
+        del self._reads[command.request_id, command.part]
         if read.has_transport_failed and self._links.get(read.link.key) is read.link:
             self._drop_peer(read.link.key)
         read.finish()
         if read.is_given_up:
+            if self._parts(command.request_id):
+                return  # nothing of a request is quiet before all of it is
             status = "drained"
         else:
             status = "done" if read.error is None else "failed"
         self._emit(
             ReadEvent(
-                read.request_id,
+                command.request_id,
                 status,
                 error=read.error,
                 is_peer_lost=read.is_peer_lost,
                 nbytes=read.nbytes,
                 num_descriptors=read.num_descriptors,
                 seconds=read.seconds,
+                part=command.part,
             )
         )

@@ -155,7 +155,9 @@ def move(
                 ReadCommand(
                     request_id=str(sequence),
                     peer=peer.key,
-                    num_tokens=count,
+                    part=0,
+                    start_token=0,
+                    stop_token=count,
                     src_pages=tuple(here.pages),
                     src_slot=here.slot,
                     dst_pages=tuple(there.pages),

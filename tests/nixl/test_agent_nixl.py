@@ -75,7 +75,9 @@ class Pair:
         command = ReadCommand(
             request_id=request_id,
             peer=self.peer.key,
-            num_tokens=NUM_TOKENS,
+            part=0,
+            start_token=0,
+            stop_token=NUM_TOKENS,
             src_pages=tuple(self.src.pages),
             src_slot=self.src.slot,
             dst_pages=tuple(self.dst.pages),
@@ -149,7 +151,7 @@ def test_descriptors_are_joined_by_nixl_as_counted():
     shuffled = random.Random(1).sample(range(count), count)
     for pages in (range(count), shuffled, range(count - 1, -1, -1)):
         where = Placement(range(count), slot)
-        ids = plan.read_ids(count * 16, Placement(pages, slot), where)
+        ids = plan.read_ids(0, count * 16, Placement(pages, slot), where)
         handle = agent.post_read(local, ids.local, remote, ids.remote)
         wait_for(lambda handle=handle: agent.poll(handle))
         assert agent.num_pieces(handle) == ids.num_descriptors

@@ -99,7 +99,7 @@ TO_RANK = [
     messages.Execute(PLAN),
     messages.PostRead(
         PeerInfo("P", "g", "tcp://127.0.0.1:1", current_process(), (RANK,)),
-        ReadCommand("r", ("P", "g"), 20, (5, 6), None, (7, 8), 3),
+        ReadCommand("r", ("P", "g"), 1, 16, 20, (5, 6), None, (7, 8), 3),
     ),
     messages.GiveUp("r"),
     messages.PollReads(),
@@ -109,7 +109,7 @@ FROM_RANK = [
     messages.RankReady(1, None),
     messages.RankReply(
         StepResult(5, [Sample("r", 9, LOGPROB)]),
-        [ReadEvent("r", "failed", "why", True, 5, 6, 0.5)],
+        [ReadEvent("r", "failed", "why", True, 5, 6, 0.5, 7)],
     ),
     messages.RankReply(None, []),
     Failure("TandemError", "broken"),

@@ -129,7 +129,9 @@ def test_a_read_is_posted_once_its_ticket_is_open_and_its_memory_reserved(bench:
         ReadCommand(
             request_id="r",
             peer=("P", "g1"),
-            num_tokens=20,
+            part=0,
+            start_token=0,
+            stop_token=20,
             src_pages=(5, 6),
             src_slot=3,
             dst_pages=(8, 9),

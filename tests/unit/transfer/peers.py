@@ -3,6 +3,8 @@
 import random
 import time
 
+import msgspec
+
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.identity import EngineIdentity, build_model_identity, current_process
 from tandem.transfer.layout import PeerInfo
@@ -63,13 +65,31 @@ class LocalPair:
         command = ReadCommand(
             request_id=request_id,
             peer=self.peer.key,
-            num_tokens=num_tokens,
+            part=0,
+            start_token=0,
+            stop_token=num_tokens,
             src_pages=tuple(src.pages),
             src_slot=src.slot,
             dst_pages=tuple(dst.pages),
             dst_slot=dst.slot,
         )
         return command, dst
+
+    def parts(self, command: ReadCommand, *borders: int) -> list[ReadCommand]:
+        """The same read in parts that end at each border and at the end; the last has the slot."""
+        edges = [0, *borders, command.stop_token]
+        last = len(borders)
+        return [
+            msgspec.structs.replace(
+                command,
+                part=part,
+                start_token=edges[part],
+                stop_token=edges[part + 1],
+                src_slot=command.src_slot if part == last else None,
+                dst_slot=command.dst_slot if part == last else None,
+            )
+            for part in range(last + 1)
+        ]
 
     def event(self, timeout_s=5.0):
         """The next event; there must be exactly one."""

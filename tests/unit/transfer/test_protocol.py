@@ -34,7 +34,7 @@ def test_requests_survive_the_wire(message):
 
 
 def test_another_version_is_told_apart_before_anything_is_decoded():
-    with pytest.raises(VersionError, match="peer speaks protocol version 7, this engine version 1"):
+    with pytest.raises(VersionError, match="peer speaks protocol version 7, this engine version 2"):
         decode_request([version_tag(7), b"whatever that version says"])
 
 

@@ -112,6 +112,77 @@ def test_a_request_that_gives_up_drains_when_its_bytes_have_landed(make_pair):
     pair.target.check(before, 3, 33, dst)
 
 
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 1), (2, 1), (1, 2)])
+def test_parts_in_flight_together_bring_what_one_read_brings(make_pair, src_tp, dst_tp):
+    pair = make_pair(src_tp, dst_tp)
+    pair.reader.add_peer(pair.peer)
+    pair.fabric.held.update(agent_names(pair))
+    command, dst = pair.prepare("r", 77, seed=3)
+    before = pair.target.buffer.copy()
+    for part in pair.parts(command, 16, 48, 64):
+        pair.reader.post(part)
+    wait_for(lambda: pair.reader.num_in_flight == 4)
+    pair.fabric.held.clear()
+    events = []
+    wait_for(lambda: events.extend(pair.reader.poll()) or len(events) == 4)
+    assert {(event.part, event.status) for event in events} == {(n, "done") for n in range(4)}
+    pair.target.check(before, 3, 77, dst)
+    spec = pair.target.spec
+    by_part = {event.part: event.nbytes for event in events}
+    assert [by_part[part] for part in range(3)] == [n * spec.page_nbytes for n in (1, 2, 1)]
+
+
+def test_a_part_without_anything_to_move_is_done(make_pair):
+    """The end of a prompt of whole pages is the slot alone, and nothing at all without a state."""
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r", 32, seed=3)
+    pair.reader.post(
+        msgspec.structs.replace(command, start_token=32, src_slot=None, dst_slot=None, part=5)
+    )
+    event = pair.event()
+    assert (event.status, event.part, event.nbytes) == ("done", 5, 0)
+
+
+def test_a_request_drains_once_when_all_of_its_parts_have_stopped(make_pair):
+    pair = make_pair(src_tp=2)
+    pair.reader.add_peer(pair.peer)
+    first, second = agent_names(pair)
+    pair.fabric.held.update((first, second))
+    command, _ = pair.prepare("r", 40, seed=3)
+    one, two = pair.parts(command, 16)
+    pair.reader.post(one)
+    pair.reader.post(two)
+    pair.reader.give_up("r")
+    wait_for(lambda: pair.reader.num_quarantined == 2)
+    pair.fabric.failing[first] = "link down"
+    pair.fabric.held.remove(first)
+    time.sleep(0.05)
+    assert pair.reader.poll() == []
+    pair.fabric.held.clear()
+    event = pair.event()
+    assert (event.request_id, event.status) == ("r", "drained")
+    time.sleep(0.05)
+    assert pair.reader.poll() == []
+    assert pair.reader.num_in_flight == 0
+
+
+def test_one_part_may_fail_and_the_others_still_tell_their_end(make_pair):
+    pair = make_pair()
+    pair.reader.add_peer(pair.peer)
+    command, _ = pair.prepare("r", 40, seed=3)
+    one, two = pair.parts(command, 16)
+    pair.fabric.held.update(agent_names(pair))
+    pair.reader.post(one)
+    pair.reader.post(two)
+    wait_for(lambda: pair.reader.num_in_flight == 2)
+    pair.fabric.failing[agent_names(pair)[0]] = "link down"
+    pair.fabric.held.clear()
+    events = []
+    wait_for(lambda: events.extend(pair.reader.poll()) or len(events) == 2)
+    assert sorted(event.status for event in events) == ["done", "failed"]
+
+
 def test_giving_up_what_is_not_in_flight_drains_at_once(make_pair):
     pair = make_pair()
     pair.reader.give_up("never")
@@ -199,9 +270,7 @@ def test_wrong_ids_in_a_ticket_fail_that_request_alone(make_pair):
     pair.reader.add_peer(pair.peer)
     command, _ = pair.prepare("r", 33, seed=3)
     before = pair.target.buffer.copy()
-    wrong = ReadCommand(
-        "wrong", command.peer, 33, (10**6,) * 3, 0, command.dst_pages, command.dst_slot
-    )
+    wrong = msgspec.structs.replace(command, request_id="wrong", src_pages=(10**6,) * 3)
     pair.reader.post(wrong)
     event = pair.event()
     assert event.status == "failed"
@@ -237,7 +306,9 @@ def test_many_requests_at_once_each_get_their_own_state(make_pair):
         first = index * geometry.pages_per_slab
         pages = tuple(range(first, first + geometry.pages_per_slab))
         num_tokens = geometry.pages_per_slab * 16 - index
-        command = ReadCommand(f"r{index}", pair.peer.key, num_tokens, pages, slot, pages, slot)
+        command = ReadCommand(
+            f"r{index}", pair.peer.key, 0, 0, num_tokens, pages, slot, pages, slot
+        )
         where = Placement(pages, slot)
         pair.sources[0].write(index, num_tokens, where)
         expected[f"r{index}"] = (index, num_tokens, where)

@@ -304,7 +304,7 @@ def test_a_peer_of_another_version_is_refused_by_both_versions(prefill, client):
         assert tag == version_tag(PROTOCOL_VERSION)
         other.send_multipart([peer, version_tag(9), b"?"])
         found = event(client)
-    assert "peer speaks protocol version 9, this engine version 1" in found.error
+    assert "peer speaks protocol version 9, this engine version 2" in found.error
 
 
 def test_garbage_answers_are_dropped(client):
