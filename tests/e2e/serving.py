@@ -18,7 +18,7 @@ from tandem.server.listen import bind
 READY_S = 90.0
 # Processes of a server have this long to end after Ctrl-C.
 END_S = 10.0
-FLAGS = ("--arena-mib", "8", "--max-num-seqs", "8", "--max-model-len", "1024", "--threads", "1")
+FLAGS = ("--arena-mib", "16", "--max-num-seqs", "8", "--max-model-len", "4096", "--threads", "1")
 
 
 def free_port() -> int:

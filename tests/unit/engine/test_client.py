@@ -16,7 +16,10 @@ from tandem.engine.client import EngineClient
 from tandem.errors import ConfigError, EngineDeadError, ModelError, RequestError, ShardingError
 from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
 
-ENGINE = {"arena_mib": 4, "max_num_seqs": 8, "max_model_len": 512, "threads": 1}
+ENGINE = {"arena_mib": 16, "max_num_seqs": 8, "max_model_len": 4096, "threads": 1}
+# Tokens of a request that must still run when it is aborted or its engine killed: some seconds
+# of work for the engine, however late this process comes to it.
+ENDLESS = 4000
 
 
 def request(request_id: str = "r", max_tokens: int = 8, **fields: Any) -> EngineRequest:
@@ -56,7 +59,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 
 
 async def wait_for_stats(client: EngineClient, **expected: float) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while True:
         stats = await client.stats()
         if all(stats[name] == value for name, value in expected.items()):
@@ -78,7 +81,7 @@ def test_the_life_of_requests(tiny: Path) -> None:
             info = client.info
             assert (info.vocab_size, info.max_model_len, info.role, info.tp) == (
                 512,
-                512,
+                4096,
                 "colocated",
                 1,
             )
@@ -107,11 +110,11 @@ async def check_generation(client: EngineClient) -> None:
 async def check_abort(client: EngineClient) -> None:
     """Closing the iterator, or cancelling who reads it, ends the request in the engine."""
     before = await client.stats()
-    deltas = client.generate(request("closed", 400))
+    deltas = client.generate(request("closed", ENDLESS))
     await anext(deltas)
     await deltas.aclose()
 
-    task = asyncio.create_task(collect(client, request("cancelled", 400)))
+    task = asyncio.create_task(collect(client, request("cancelled", ENDLESS)))
     await wait_for_stats(client, running=1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -130,7 +133,7 @@ async def check_abort(client: EngineClient) -> None:
 async def check_refusals(client: EngineClient) -> None:
     cases = {
         "prompt": request(prompt=[]),
-        "max_tokens": request(max_tokens=600),
+        "max_tokens": request(max_tokens=5000),
         "hold": request(hold=True),
     }
     for param, item in cases.items():
@@ -139,7 +142,7 @@ async def check_refusals(client: EngineClient) -> None:
         assert refused.value.param == param
     with pytest.raises(RequestError, match=r"token id 512 is outside the vocabulary of 512"):
         await collect(client, request(prompt=[1, 512]))
-    running = client.generate(request("twice", 100))
+    running = client.generate(request("twice", ENDLESS))
     await anext(running)
     with pytest.raises(RequestError, match="already running"):
         await collect(client, request("twice"))
@@ -165,7 +168,7 @@ def test_a_killed_core_is_an_error_of_every_request_within_seconds(tiny: Path) -
     async def scenario() -> None:
         async with started(tiny) as client:
             assert client._process is not None
-            streams = [client.generate(request(f"r{i}", 500)) for i in range(3)]
+            streams = [client.generate(request(f"r{i}", ENDLESS)) for i in range(3)]
             for stream in streams:
                 await anext(stream)
             os.kill(client._process.pid, signal.SIGKILL)
@@ -201,7 +204,7 @@ def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:
     async def scenario() -> None:
         async with started(tiny, tp=2) as client:
             assert client._process is not None
-            stream = client.generate(request("r", 500))
+            stream = client.generate(request("r", ENDLESS))
             await anext(stream)
             children = Path(f"/proc/{client._process.pid}/task").glob("*/children")
             ranks = [int(pid) for path in children for pid in path.read_text().split()]

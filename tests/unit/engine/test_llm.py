@@ -14,12 +14,13 @@ from tests.docs.markdown import ROOT
 
 PROMPT = "And it came to pass"
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+# Some seconds of work: it must still run when it is left or its engine closed.
+LONG = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 MODEL = str(ROOT / "tandem" / "demo_model")
 
 
 def start() -> LLM:
-    return LLM(MODEL, max_num_seqs=8, max_model_len=256, threads=1)
+    return LLM(MODEL, max_num_seqs=8, max_model_len=4096, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_prompts_of_every_kind_with_their_own_parameters_keep_their_order(llm: L
         ("\ud800", "not valid Unicode"),
         ("", "no tokens"),
         ([[-1]], "token id -1"),
-        ([[5] * 256], "256 tokens"),
+        ([[5] * 4096], "4096 tokens"),
     ],
 )
 def test_a_prompt_that_is_none_is_refused(llm: LLM, prompt: Any, message: str) -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import http.client
+import json
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -17,6 +20,7 @@ from tests.unit.tokenizers import byte_level
 EOS = 1
 VOCAB_SIZE = 330
 MODEL = "tiny"
+_STALL_S = 600.0
 
 
 def tokens_of(text):
@@ -50,6 +54,7 @@ class ScriptedEngine:
     refuse: Exception | None = None
     fail_after: int | None = None  # tokens, then an "error" delta
     raise_after: int | None = None  # tokens, then EngineDeadError out of generate
+    stall_after: int | None = None  # tokens, then none for as long as any test lasts
     not_ready: str | None = None
     held: dict[str, EngineRequest] = field(default_factory=dict)
     requests: list[EngineRequest] = field(default_factory=list)
@@ -112,7 +117,8 @@ class ScriptedEngine:
                     return
         num_new = 0
         while True:
-            await asyncio.sleep(self.delay_s)
+            is_stalled = self.stall_after is not None and num_new >= self.stall_after
+            await asyncio.sleep(_STALL_S if is_stalled else self.delay_s)
             if self.raise_after is not None and num_new >= self.raise_after:
                 raise EngineDeadError("the engine process ended with status -9")
             if self.fail_after is not None and num_new >= self.fail_after:
@@ -208,6 +214,20 @@ class ServerThread:
         self._server.should_exit = True
         self._thread.join(10)
         assert not self._thread.is_alive()
+
+
+def wait_until(claim, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+def leave_once(port, body, claim):
+    """Ask for a completion and close the connection as soon as `claim` holds, unanswered."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        wait_until(claim)
 
 
 @contextlib.contextmanager
