@@ -3,17 +3,25 @@
 An agent is used by one thread. No call waits for a peer; progress is asked for with `poll`.
 """
 
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 
-class TransferAgent(Protocol):
-    """Reads registered memory of peers into registered memory of ours.
+class Operation(StrEnum):
+    """Which way the bytes go: READ brings a peer's to us, WRITE takes ours to the peer."""
 
-    Handles are opaque. A posted read cannot be cancelled: bytes may land until `poll` has returned
-    True or raised, whatever else is called; only then may it be released.
+    READ = "read"
+    WRITE = "write"
+
+
+class TransferAgent(Protocol):
+    """Moves bytes between registered memory of peers and registered memory of ours.
+
+    Handles are opaque. A posted transfer cannot be cancelled: bytes may land until `poll` has
+    returned True or raised, whatever else is called; only then may it be released.
     """
 
     @property
@@ -21,7 +29,8 @@ class TransferAgent(Protocol):
         """Unique among all agents and incarnations."""
 
     def register(self, address: int, nbytes: int, memory: str, device_id: int) -> None:
-        """Make memory readable by peers and writable by reads. It must live as long as the agent.
+        """Open memory to transfers of ours, and to those of peers that know our `metadata`. It
+        must live as long as the agent.
 
         Raises: TransferError if the library refuses it.
         """
@@ -44,27 +53,28 @@ class TransferAgent(Protocol):
     def release_prepared(self, prepared: Any) -> None:
         """Forget a list made by `prepare`."""
 
-    def post_read(
+    def post(
         self,
+        operation: Operation,
         local: Any,
         local_ids: npt.NDArray[np.int32],
         remote: Any,
         remote_ids: npt.NDArray[np.int32],
     ) -> Any:
-        """Start copying piece remote_ids[i] to piece local_ids[i]; returns a handle for `poll`.
+        """Start copying between pieces local_ids[i] and remote_ids[i]; returns a handle for `poll`.
 
         May copy everything before it returns. Raises: TransferError or PeerLostError only if
         nothing was started; failures after that are raised by `poll`.
         """
 
     def poll(self, handle: Any) -> bool:
-        """Whether all bytes have arrived.
+        """Whether all bytes have arrived, those of a WRITE in the peer's memory.
 
-        Raises: TransferError or PeerLostError if the read has failed; some bytes may have arrived.
+        Raises: TransferError or PeerLostError if it has failed; some bytes may have arrived.
         """
 
     def release(self, handle: Any) -> None:
-        """Forget a read that has ended. Asserts that it has: see the class."""
+        """Forget a transfer that has ended. Asserts that it has: see the class."""
 
     def close(self) -> None:
-        """Let go of the library. Reads that have not ended are abandoned, not freed."""
+        """Let go of the library. Transfers that have not ended are abandoned, not freed."""

@@ -1,7 +1,7 @@
-"""A transfer agent inside one process, for tests: reads are copies between registered regions.
+"""A transfer agent inside one process, for tests: transfers are copies between registered regions.
 
-The fabric stands for the network: it can hold reads back (they land later, as real ones do after
-a peer was stopped), fail them, and declare a peer dead.
+The fabric stands for the network: it can hold transfers back (they land later, as real ones do
+after a peer was stopped), fail them, and declare a peer dead.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.errors import HandshakeError, PeerLostError, TransferError
+from tandem.transfer.agent import Operation
 
 
 @dataclass
@@ -23,7 +24,7 @@ class _Prepared:
 
 
 @dataclass
-class LocalRead:
+class LocalTransfer:
     peer: str
     copies: list[tuple[int, int, int]]  # (to, from, nbytes)
     status: str = "running"  # running, done, failed, released
@@ -34,8 +35,8 @@ class LocalRead:
 class LocalFabric:
     """Shared by the agents that can reach each other.
 
-    `held`: peers whose reads do not land until they are taken out again. `dead`: peers that are
-    gone. `failing`: peers whose reads fail, once, with the message.
+    `held`: peers whose transfers do not land until they are taken out again. `dead`: peers that
+    are gone. `failing`: peers whose transfers fail, once, with the message.
     """
 
     regions: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -98,13 +99,14 @@ class LocalAgent:
     def release_prepared(self, prepared: _Prepared) -> None:
         prepared.generation = -1
 
-    def post_read(
+    def post(
         self,
+        operation: Operation,
         local: _Prepared,
         local_ids: npt.NDArray[np.int32],
         remote: _Prepared,
         remote_ids: npt.NDArray[np.int32],
-    ) -> LocalRead:
+    ) -> LocalTransfer:
         assert local_ids.dtype == remote_ids.dtype == np.int32
         assert local.generation != -1 != remote.generation, "a released list was used"
         assert len(local_ids) == len(remote_ids) > 0
@@ -115,24 +117,22 @@ class LocalAgent:
             raise PeerLostError(f"{remote.peer} is gone")
         lengths = local.lengths[local_ids]
         assert np.array_equal(lengths, remote.lengths[remote_ids])
-        copies = zip(
-            local.addresses[local_ids].tolist(),
-            remote.addresses[remote_ids].tolist(),
-            lengths.tolist(),
-            strict=True,
-        )
-        read = LocalRead(remote.peer, list(copies))
-        self._progress(read)
-        return read
+        ours = local.addresses[local_ids].tolist()
+        theirs = remote.addresses[remote_ids].tolist()
+        targets, sources = (ours, theirs) if operation is Operation.READ else (theirs, ours)
+        copies = zip(targets, sources, lengths.tolist(), strict=True)
+        transfer = LocalTransfer(remote.peer, list(copies))
+        self._progress(transfer)
+        return transfer
 
-    def poll(self, handle: LocalRead) -> bool:
+    def poll(self, handle: LocalTransfer) -> bool:
         assert handle.status != "released", "a released handle was used"
         self._progress(handle)
         if handle.error is not None:
             raise handle.error
         return handle.status == "done"
 
-    def release(self, handle: LocalRead) -> None:
+    def release(self, handle: LocalTransfer) -> None:
         assert handle.status in ("done", "failed"), handle.status
         handle.status = "released"
 
@@ -145,18 +145,18 @@ class LocalAgent:
             for start, stop in self._fabric.regions.get(owner, ())
         )
 
-    def _progress(self, read: LocalRead) -> None:
+    def _progress(self, transfer: LocalTransfer) -> None:
         fabric = self._fabric
-        if read.status != "running" or read.peer in fabric.held:
+        if transfer.status != "running" or transfer.peer in fabric.held:
             return
-        if read.peer in fabric.dead:
-            read.error = PeerLostError(f"{read.peer} is gone")
-        elif read.peer in fabric.failing:
-            read.error = TransferError(fabric.failing.pop(read.peer))
-        if read.error is not None:
-            read.status = "failed"
+        if transfer.peer in fabric.dead:
+            transfer.error = PeerLostError(f"{transfer.peer} is gone")
+        elif transfer.peer in fabric.failing:
+            transfer.error = TransferError(fabric.failing.pop(transfer.peer))
+        if transfer.error is not None:
+            transfer.status = "failed"
             return
-        for target, source, nbytes in read.copies:
+        for target, source, nbytes in transfer.copies:
             ctypes.memmove(target, source, nbytes)
-        fabric.num_copies += len(read.copies)
-        read.status = "done"
+        fabric.num_copies += len(transfer.copies)
+        transfer.status = "done"

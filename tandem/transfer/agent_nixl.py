@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.errors import HandshakeError, PeerLostError, TransferError
+from tandem.transfer.agent import Operation
 
 # How long the progress thread sleeps between polls. 0 is a whole core for an idle agent.
 PROGRESS_DELAY_US = 1000
 
-# Agents with unfinished reads: destroying one makes its peer abort, so they live on.
+# Agents with unfinished transfers: destroying one makes its peer abort, so they live on.
 _abandoned: list[Any] = []
 
 
@@ -44,10 +45,11 @@ def _load_bindings() -> Any:
     )
 
 
-class _Read:
-    """A posted read. `status`: "running", "done", "failed" or "released"."""
+class _Transfer:
+    """A posted transfer. `status`: "running", "done", "failed" or "released"."""
 
-    def __init__(self, number: int, peer: str) -> None:
+    def __init__(self, operation: Operation, number: int, peer: str) -> None:
+        self.operation = operation
         self.number = number
         self.peer = peer
         self.status = "running"
@@ -134,38 +136,40 @@ class NixlAgent:
         prepared.is_released = True
         self._agent.releasedDlistH(prepared.number)
 
-    def post_read(
+    def post(
         self,
+        operation: Operation,
         local: _Prepared,
         local_ids: npt.NDArray[np.int32],
         remote: _Prepared,
         remote_ids: npt.NDArray[np.int32],
-    ) -> _Read:
+    ) -> _Transfer:
         for prepared, ids in ((local, local_ids), (remote, remote_ids)):
             assert not prepared.is_released
             # NIXL casts wider ids silently.
             assert ids.dtype == np.int32, ids.dtype
-            assert ids.size, "NIXL takes no empty reads"
+            assert ids.size, "NIXL takes no empty transfers"
             assert 0 <= ids.min() <= ids.max() < prepared.count, prepared.count
-        with self._errors("make a read"):
+        kind = {Operation.READ: self._bind.NIXL_READ, Operation.WRITE: self._bind.NIXL_WRITE}
+        with self._errors(f"make a {operation}"):
             number = self._agent.makeXferReq(
-                self._bind.NIXL_READ, local.number, local_ids, remote.number, remote_ids, b"", []
+                kind[operation], local.number, local_ids, remote.number, remote_ids, b"", []
             )
-        read = _Read(number, remote.peer or self._name)
+        transfer = _Transfer(operation, number, remote.peer or self._name)
         self._unfinished += 1
         try:
-            with self._errors("post a read"):
-                self._take(read, self._agent.postXferReq(number, b""))
+            with self._errors(f"post a {operation}"):
+                self._take(transfer, self._agent.postXferReq(number, b""))
         except TransferError as error:
             # Pieces before the failing one may be on their way: `poll` tells when all has ended.
-            self._fail(read, error)
-        return read
+            self._fail(transfer, error)
+        return transfer
 
-    def poll(self, handle: _Read) -> bool:
+    def poll(self, handle: _Transfer) -> bool:
         assert handle.status != "released", "a released NIXL handle points to freed memory"
         if handle.status == "running":
             try:
-                with self._errors("read"):
+                with self._errors(str(handle.operation)):
                     self._take(handle, self._agent.getXferStatus(handle.number))
             except TransferError as error:
                 self._fail(handle, error)
@@ -173,14 +177,14 @@ class NixlAgent:
             raise handle.error
         return handle.status == "done"
 
-    def release(self, handle: _Read) -> None:
+    def release(self, handle: _Transfer) -> None:
         assert handle.status in ("done", "failed"), handle.status
         handle.status = "released"
-        with self._errors("release a read"):
+        with self._errors(f"release a {handle.operation}"):
             self._agent.releaseXferReq(handle.number)
 
-    def num_pieces(self, handle: _Read) -> int:
-        """Pieces of a finished read after NIXL joined neighbours; needs `has_telemetry`."""
+    def num_pieces(self, handle: _Transfer) -> int:
+        """Pieces of a finished transfer after NIXL joined neighbours; needs `has_telemetry`."""
         assert handle.status == "done", handle.status
         with self._errors("telemetry"):
             return int(self._agent.getXferTelemetry(handle.number).descCount)
@@ -197,16 +201,18 @@ class NixlAgent:
         self._registered = []
         self._agent = None
 
-    def _take(self, read: _Read, status: Any) -> None:
+    def _take(self, transfer: _Transfer, status: Any) -> None:
         if status == self._bind.NIXL_SUCCESS:
-            read.status = "done"
+            transfer.status = "done"
             self._unfinished -= 1
         elif status != self._bind.NIXL_IN_PROG:
-            raise TransferError(f"NIXL reports {status} for a read from {read.peer}")
+            raise TransferError(
+                f"NIXL reports {status} for a {transfer.operation} with {transfer.peer}"
+            )
 
-    def _fail(self, read: _Read, error: TransferError) -> None:
-        read.status = "failed"
-        read.error = error
+    def _fail(self, transfer: _Transfer, error: TransferError) -> None:
+        transfer.status = "failed"
+        transfer.error = error
         self._unfinished -= 1
 
     def _memory(self, memory: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.errors import PeerLostError, TransferError
 from tandem.log import get_logger
-from tandem.transfer.agent import TransferAgent
+from tandem.transfer.agent import Operation, TransferAgent
 from tandem.transfer.identity import ProcessIdentity, is_proven_dead
 from tandem.transfer.layout import PeerInfo, RankLayout, check_peer
 from tandem.transfer.plan import Placement, RankPlan, build_rank_plans
@@ -164,7 +164,9 @@ class InFlight:
             for rank, read in zip(self.link.ranks, reads, strict=True):
                 if not len(read.local):
                     continue
-                handle = agent.post_read(rank.local, read.local, rank.remote, read.remote)
+                handle = agent.post(
+                    Operation.READ, rank.local, read.local, rank.remote, read.remote
+                )
                 self._transfers.append(_Transfer(handle, rank.process))
                 self.nbytes += read.nbytes
                 self.num_descriptors += read.num_descriptors

@@ -1,7 +1,7 @@
-"""A source rank in a process of its own: writes one prompt's state and serves reads until killed.
+"""A rank in a process of its own whose arena is open to peers, until it is killed.
 
-Reads its settings as a line of JSON from stdin, answers with its RankInfo, and leaves when stdin
-ends.
+Reads its settings as a line of JSON from stdin, writes one prompt's state if they name pages, and
+answers with its RankInfo; then with the bytes of its arena for each line. Leaves when stdin ends.
 """
 
 import base64
@@ -19,12 +19,13 @@ from tests.unit.transfer.memory import build_rank, hybrid
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
     memory = build_rank(hybrid(), *(settings[name] for name in ("tp", "rank", "page_tokens")), 16)
-    where = Placement(settings["pages"], settings["slot"])
-    memory.write(settings["seed"], settings["num_tokens"], where)
+    if settings["pages"] is not None:
+        where = Placement(settings["pages"], settings["slot"])
+        memory.write(settings["seed"], settings["num_tokens"], where)
     source = RankSource(NixlAgent(f"P{memory.spec.rank}"), memory.layout)
-    answer = base64.b64encode(msgspec.msgpack.encode(source.info)).decode()
-    print(answer, flush=True)
-    sys.stdin.read()
+    print(base64.b64encode(msgspec.msgpack.encode(source.info)).decode(), flush=True)
+    for _ in sys.stdin:
+        print(base64.b64encode(memory.buffer.tobytes()).decode(), flush=True)
 
 
 main()

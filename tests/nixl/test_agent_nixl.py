@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tandem.errors import HandshakeError, TransferError
+from tandem.transfer.agent import Operation
 from tandem.transfer.agent_nixl import NixlAgent
 from tandem.transfer.identity import current_process, is_proven_dead
 from tandem.transfer.layout import PeerInfo, RankInfo
@@ -152,7 +153,7 @@ def test_descriptors_are_joined_by_nixl_as_counted():
     for pages in (range(count), shuffled, range(count - 1, -1, -1)):
         where = Placement(range(count), slot)
         ids = plan.read_ids(0, count * 16, Placement(pages, slot), where)
-        handle = agent.post_read(local, ids.local, remote, ids.remote)
+        handle = agent.post(Operation.READ, local, ids.local, remote, ids.remote)
         wait_for(lambda handle=handle: agent.poll(handle))
         assert agent.num_pieces(handle) == ids.num_descriptors
         agent.release(handle)

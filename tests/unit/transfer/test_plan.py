@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tandem.errors import HandshakeError, TransferError
 from tandem.state.arena import build_geometry
 from tandem.state.spec import build_state_spec
+from tandem.transfer.agent import Operation
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.layout import RankLayout
 from tandem.transfer.plan import Placement, build_rank_plans
@@ -58,7 +59,7 @@ def move(sources, target, edges, src, dst):
                 assert (ids.nbytes, ids.num_descriptors) == (0, 0)
                 continue
             before = target.buffer.copy()
-            handle = agent.post_read(local, ids.local, remote, ids.remote)
+            handle = agent.post(Operation.READ, local, ids.local, remote, ids.remote)
             assert agent.poll(handle)
             assert_untouched(target, before, start, stop, part_dst)
     return reads
