@@ -3,6 +3,9 @@
 Two levels: `SlabPool` hands out slabs, `PartPool` cuts the slabs of one type into pages or slots,
 `ArenaPool` is the front that both share. They know ids only: no requests, no tokens, no tensors.
 Ids are plain immutable integers. Giving back what is not taken is a bug of ours and asserts.
+
+A taken page may be *offered*: its owner (the prefix tree) keeps it only while nobody needs it. The
+pool counts what offers could free; the owner gives the pages back when it is asked.
 """
 
 from collections.abc import Iterable
@@ -93,15 +96,72 @@ class PartPool:
         self._counts = 0
         self._num_loose = 0  # free parts of typed slabs
         self.num_taken = 0
+        # Typed slab -> mask of its offered parts; the slab that was offered to last comes last.
+        self._offered: dict[int, int] = {}
+        self._num_offered = 0
+        self._freeable: set[int] = set()  # slabs of which every part is free or offered
 
     @property
     def num_takeable(self) -> int:
         return self._num_loose + self._slabs.num_free * self._per_slab
 
-    def slabs_needed(self, num_parts: int) -> int:
-        """Free slabs that taking `num_parts` would type."""
+    @property
+    def num_freeable_slabs(self) -> int:
+        """Slabs that become free when all that is offered is given back."""
+        return len(self._freeable)
+
+    def slabs_needed(self, num_parts: int, *, with_offered: bool = False) -> int:
+        """Free slabs that taking `num_parts` would type; `with_offered`: after all that is
+        offered has been given back."""
         missing = num_parts - self._num_loose
+        if with_offered:
+            missing -= self._num_offered - len(self._freeable) * self._per_slab
         return ceil_div(missing, self._per_slab) if missing > 0 else 0
+
+    def offer(self, ids: Iterable[int]) -> None:
+        """Taken parts that can be had back."""
+        for part in ids:
+            slab, index = divmod(part, self._per_slab)
+            assert slab in self._free, f"slab {slab} has no taken id of this kind"
+            assert not self._free[slab] >> index & 1, f"id {part} is free"
+            mask = self._offered.pop(slab, 0)
+            assert not mask >> index & 1, f"id {part} is offered already"
+            self._num_offered += 1
+            self._offered[slab] = mask | 1 << index
+            self._note_freeable(slab)
+
+    def retract(self, ids: Iterable[int]) -> None:
+        """Parts that cannot be had back any more; those that were not offered are ignored."""
+        for part in ids:
+            slab, index = divmod(part, self._per_slab)
+            self._retract(slab, 1 << index)
+
+    def offered_for_slab(self) -> list[int]:
+        """The offered parts that keep one slab from being free: the freeable slab to which nothing
+        was offered for longest. Empty if there is none."""
+        slab = next((slab for slab in self._offered if slab in self._freeable), None)
+        if slab is None:
+            return []
+        mask, base = self._offered[slab], slab * self._per_slab
+        return [base + index for index in range(self._per_slab) if mask >> index & 1]
+
+    def _retract(self, slab: int, parts: int) -> None:
+        mask = self._offered.get(slab, 0)
+        if mask & parts:
+            self._num_offered -= (mask & parts).bit_count()
+            mask &= ~parts
+            if mask:
+                self._offered[slab] = mask
+            else:
+                del self._offered[slab]
+            self._note_freeable(slab)
+
+    def _note_freeable(self, slab: int) -> None:
+        mask = self._offered.get(slab, 0)
+        if mask and mask | self._free[slab] == self._all_free:
+            self._freeable.add(slab)
+        else:
+            self._freeable.discard(slab)
 
     def take(self, num_parts: int) -> list[int]:
         """The caller has checked that `slabs_needed` slabs are free."""
@@ -119,6 +179,7 @@ class PartPool:
             returned[slab] = mask | 1 << index
         for slab, mask in returned.items():
             assert slab in self._free, f"slab {slab} has no taken id of this kind"
+            self._retract(slab, mask)
             free = self._unfile(slab)
             assert not free & mask, f"ids of slab {slab} are free already"
             self.num_taken -= mask.bit_count()
@@ -166,6 +227,8 @@ class PartPool:
         self._by_count[count][slab] = None
         if count:
             self._counts |= 1 << count
+        if slab in self._offered:
+            self._note_freeable(slab)
 
     def _unfile(self, slab: int) -> int:
         free = self._free.pop(slab)
@@ -185,14 +248,34 @@ class ArenaPool:
         self._pages = PartPool(self._slabs, geometry.pages_per_slab, from_top=False)
         self._slots = PartPool(self._slabs, geometry.slots_per_slab, from_top=True)
 
-    def has_room(self, num_pages: int, num_slots: int) -> bool:
-        """Whether this many pages and slots can be taken together."""
+    def has_room(self, num_pages: int, num_slots: int, *, with_offered: bool = False) -> bool:
+        """Whether this many pages and slots can be taken together; `with_offered`: or could, if
+        all offered pages were given back."""
         if num_pages > 0 and not self.geometry.pages_per_slab:
             return False
         if num_slots > 0 and not self.geometry.slots_per_slab:
             return False
-        slabs = self._pages.slabs_needed(num_pages) + self._slots.slabs_needed(num_slots)
-        return slabs <= self._slabs.num_free
+        slabs = self._pages.slabs_needed(num_pages, with_offered=with_offered)
+        slabs += self._slots.slabs_needed(num_slots)
+        free = self._slabs.num_free
+        return slabs <= free + (self._pages.num_freeable_slabs if with_offered else 0)
+
+    def lacks_slabs(self, num_slots: int) -> bool:
+        """Whether so many slots cannot be taken, however many pages are free."""
+        return self._slots.slabs_needed(num_slots) > self._slabs.num_free
+
+    def offer_pages(self, page_ids: Iterable[int]) -> None:
+        """Taken pages that their owner would give back if asked."""
+        self._pages.offer(page_ids)
+
+    def retract_pages(self, page_ids: Iterable[int]) -> None:
+        """The owner will not give them back; no effect on pages that are not offered."""
+        self._pages.retract(page_ids)
+
+    def pages_for_slab(self) -> list[int]:
+        """Offered pages that would make a slab free if they were given back: of the slab that was
+        left alone for longest; empty if no offers free one."""
+        return self._pages.offered_for_slab()
 
     def try_take_pages(self, num_pages: int) -> list[int] | None:
         """Distinct page ids, runs of neighbours where possible; None if there are too few."""

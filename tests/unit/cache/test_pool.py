@@ -194,3 +194,60 @@ def test_ids_are_plain_numbers_and_live_ones_stay_distinct():
         pool.give_slot(slot)
     assert history == snapshot
     assert pool.counts().is_full
+
+
+@given(geometries, st.lists(st.tuples(st.integers(0, 9), st.randoms()), max_size=40))
+def test_room_with_offers_is_the_room_after_they_were_given_back(geo, steps):
+    pool = ArenaPool(geo)
+    taken: set[int] = set()
+    offered: set[int] = set()
+    num_slots = 0
+    for action, rng in steps:
+        if action < 4:
+            taken |= set(pool.try_take_pages(rng.randint(0, 2 * geo.pages_per_slab)) or ())
+        elif action == 4:
+            num_slots += pool.try_take_slot() is not None
+        elif action < 8:
+            more = {page for page in taken - offered if rng.random() < 0.7}
+            pool.offer_pages(more)
+            offered |= more
+        elif action == 8:
+            less = {page for page in taken if rng.random() < 0.3}
+            pool.retract_pages(less)
+            offered -= less
+        else:
+            gone = {page for page in taken if rng.random() < 0.3}
+            pool.give_pages(gone)
+            taken -= gone
+            offered -= gone
+    wanted = [(pages, slots) for pages in range(0, geo.num_pages + 2, 3) for slots in range(4)]
+    free_slabs = pool.counts().free_slabs
+    with_offers = [pool.has_room(*item, with_offered=True) for item in wanted]
+    slab_pages = pool.pages_for_slab()
+    assert set(slab_pages) <= offered
+    if slab_pages:
+        pool.give_pages(slab_pages)
+        assert pool.counts().free_slabs == free_slabs + 1
+    else:
+        assert all(
+            pool.has_room(0, slots) == room
+            for (p, slots), room in zip(wanted, with_offers, strict=True)
+            if p == 0
+        )
+    pool.give_pages(offered - set(slab_pages))
+    assert with_offers == [pool.has_room(*item) for item in wanted]
+    assert with_offers == [pool.has_room(*item, with_offered=True) for item in wanted]
+    assert pool.pages_for_slab() == []
+
+
+def test_the_slab_that_was_offered_to_last_is_asked_for_last():
+    pool = ArenaPool(geometry(2, 3))
+    pages = pool.try_take_pages(6)
+    pool.offer_pages(pages)
+    pool.retract_pages(pages[:1])
+    pool.offer_pages(pages[:1])
+    assert pool.pages_for_slab() == pages[2:4]
+    pool.retract_pages(pages[3:4])  # in use: its slab cannot become free
+    assert pool.pages_for_slab() == pages[4:6]
+    with pytest.raises(AssertionError):
+        pool.offer_pages(pages[:1])
