@@ -1,11 +1,12 @@
 """Which descriptors of which source rank fill one destination rank: built once for each pair of
-engines, then asked for the ids of each request.
+engines, then asked for the ids of each request. Who writes moves exactly what the other side would
+read.
 
 Pure: it uses the layouts that both sides publish and moves nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 import numpy as np
@@ -26,13 +27,13 @@ from tandem.units import ceil_div
 
 
 @dataclass(frozen=True)
-class ReadIds:
-    """One transfer: `remote[i]` is copied to `local[i]`. int32, range-checked.
+class MoveIds:
+    """One transfer between pieces `local[i]` and `remote[i]`. int32, range-checked.
 
     `num_descriptors` counts them after neighbours on both sides are joined, as NIXL does.
     """
 
-    src_rank: int
+    peer_rank: int
     local: npt.NDArray[np.int32]
     remote: npt.NDArray[np.int32]
     nbytes: int
@@ -67,7 +68,7 @@ class RankPlan:
     remote: DescriptorTable
     page_rows: tuple[PageRow, ...]
 
-    def read_ids(self, start: int, stop: int, src: Placement, dst: Placement) -> ReadIds:
+    def read_ids(self, start: int, stop: int, src: Placement, dst: Placement) -> MoveIds:
         """The ids that move the K/V of tokens [start, stop), and the slot if both sides name one.
 
         `start` is the first token of a destination page, and so is `stop` unless the prompt ends
@@ -117,13 +118,35 @@ class RankPlan:
         joined = (starts[:-1] + lengths[:-1] == starts[1:]) & (
             sources[:-1] + lengths[:-1] == sources[1:]
         )
-        return ReadIds(
-            src_rank=self.src_rank,
+        return MoveIds(
+            peer_rank=self.src_rank,
             local=as_int32(local_ids, self.local),
             remote=as_int32(remote_ids, self.remote),
             nbytes=int(lengths.sum()),
             num_descriptors=len(local_ids) - int(joined.sum()),
         )
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What one source rank writes to destination rank `dst_rank`: that rank's read from it, with
+    local and remote exchanged."""
+
+    dst_rank: int
+    read: RankPlan
+
+    @property
+    def local(self) -> DescriptorTable:
+        return self.read.remote
+
+    @property
+    def remote(self) -> DescriptorTable:
+        return self.read.local
+
+    def write_ids(self, start: int, stop: int, src: Placement, dst: Placement) -> MoveIds:
+        """See RankPlan.read_ids; `dst`, which the peer chose, is checked against its layout."""
+        ids = self.read.read_ids(start, stop, src, dst)
+        return replace(ids, peer_rank=self.dst_rank, local=ids.remote, remote=ids.local)
 
 
 def build_rank_plans(src: Sequence[RankLayout], dst: RankLayout) -> tuple[RankPlan, ...]:
@@ -135,28 +158,55 @@ def build_rank_plans(src: Sequence[RankLayout], dst: RankLayout) -> tuple[RankPl
 
     Raises: HandshakeError if the two sides do not hold the same components.
     """
-    specs = [layout.spec for layout in src]
-    pieces = {
-        part: _merged(segments(specs, dst.spec, part), specs, dst.spec) for part in ("page", "slot")
-    }
+    pieces = _pieces([layout.spec for layout in src], dst.spec)
+    plans = [_plan(rank, layout, dst, pieces) for rank, layout in enumerate(src)]
+    return tuple(plan for plan in plans if plan is not None)
+
+
+def build_write_plans(
+    src: RankLayout, src_specs: Sequence[StateSpec], dst: Sequence[RankLayout]
+) -> tuple[WritePlan, ...]:
+    """The plans of one source rank, one for each destination rank that it writes to.
+
+    Args:
+        src: the layout of the source rank.
+        src_specs: of all ranks of its engine, in rank order: they say which rank sends a unit that
+            several of them hold.
+        dst: the layouts of all destination ranks, in rank order.
+
+    All source ranks together write each byte of each destination rank once, padding excepted.
+    Raises: HandshakeError if the two sides do not hold the same components.
+    """
+    rank = src.spec.rank
     plans = []
-    for rank, layout in enumerate(src):
-        pages = [piece for piece in pieces["page"] if piece.src_rank == rank]
-        slots = [piece for piece in pieces["slot"] if piece.src_rank == rank]
-        if not pages and not slots:
-            continue
-        plans.append(
-            RankPlan(
-                src_rank=rank,
-                local=DescriptorTable(dst, _rows(pages, "dst"), _rows(slots, "dst")),
-                remote=DescriptorTable(layout, _rows(pages, "src"), _rows(slots, "src")),
-                page_rows=tuple(
-                    PageRow(piece.src_page, piece.dst_page, _first_token(piece, dst.spec))
-                    for piece in pages
-                ),
-            )
-        )
+    for layout in dst:
+        read = _plan(rank, src, layout, _pieces(src_specs, layout.spec))
+        if read is not None:
+            plans.append(WritePlan(layout.spec.rank, read))
     return tuple(plans)
+
+
+def _pieces(specs: Sequence[StateSpec], dst: StateSpec) -> dict[str, list[Segment]]:
+    return {part: _merged(segments(specs, dst, part), specs, dst) for part in ("page", "slot")}
+
+
+def _plan(
+    rank: int, src: RankLayout, dst: RankLayout, pieces: dict[str, list[Segment]]
+) -> RankPlan | None:
+    """The share of one source rank; None if it has none."""
+    pages = [piece for piece in pieces["page"] if piece.src_rank == rank]
+    slots = [piece for piece in pieces["slot"] if piece.src_rank == rank]
+    if not pages and not slots:
+        return None
+    return RankPlan(
+        src_rank=rank,
+        local=DescriptorTable(dst, _rows(pages, "dst"), _rows(slots, "dst")),
+        remote=DescriptorTable(src, _rows(pages, "src"), _rows(slots, "src")),
+        page_rows=tuple(
+            PageRow(piece.src_page, piece.dst_page, _first_token(piece, dst.spec))
+            for piece in pages
+        ),
+    )
 
 
 def _merged(found: Sequence[Segment], specs: Sequence[StateSpec], dst: StateSpec) -> list[Segment]:

@@ -131,7 +131,7 @@ def test_every_byte_arrives_where_it_belongs_and_no_other_changes(
     for read in reads:
         assert read.local.dtype == read.remote.dtype == np.int32
         assert min(1, len(read.local)) <= read.num_descriptors <= len(read.local)
-        pieces = {(read.src_rank, piece) for piece in read.local.tolist()}
+        pieces = {(read.peer_rank, piece) for piece in read.local.tolist()}
         assert len(pieces) == len(read.local)
         # No piece is moved by two parts.
         assert not pieces & moved
