@@ -18,8 +18,8 @@ from tandem.engine.messages import (
     Failure,
     FromRank,
     GiveUp,
-    PollReads,
-    PostRead,
+    PollMoves,
+    PostMove,
     RankReady,
     RankReply,
     RankSettings,
@@ -29,7 +29,7 @@ from tandem.errors import EngineDeadError
 from tandem.runner.worker import Worker
 from tandem.scheduler.step import StepPlan, StepResult
 from tandem.transfer.layout import PeerInfo, RankInfo
-from tandem.transfer.reader import ReadCommand, ReadEvent
+from tandem.transfer.mover import MoveCommand, MoveEvent
 
 # Loading a large checkpoint from a slow disk takes minutes; a step never takes this long.
 START_TIMEOUT_S = 1800.0
@@ -44,9 +44,9 @@ class Executor(Protocol):
     ranks: list[RankInfo]
 
     def execute(self, plan: StepPlan) -> StepResult: ...
-    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None: ...
-    def give_up_read(self, request_id: str) -> None: ...
-    def poll_reads(self) -> list[tuple[int, ReadEvent]]: ...
+    def post_move(self, peer: PeerInfo, command: MoveCommand) -> None: ...
+    def give_up_move(self, request_id: str) -> None: ...
+    def poll_moves(self) -> list[tuple[int, MoveEvent]]: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
 
@@ -61,14 +61,14 @@ class LocalExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         return self._worker.execute(plan)
 
-    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
-        self._worker.post_read(peer, command)
+    def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
+        self._worker.post_move(peer, command)
 
-    def give_up_read(self, request_id: str) -> None:
-        self._worker.give_up_read(request_id)
+    def give_up_move(self, request_id: str) -> None:
+        self._worker.give_up_move(request_id)
 
-    def poll_reads(self) -> list[tuple[int, ReadEvent]]:
-        return [(0, event) for event in self._worker.poll_reads()]
+    def poll_moves(self) -> list[tuple[int, MoveEvent]]:
+        return [(0, event) for event in self._worker.poll_moves()]
 
     def check(self) -> None:
         self._worker.check()
@@ -94,7 +94,7 @@ class ProcessExecutor:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._events: list[tuple[int, ReadEvent]] = []
+        self._events: list[tuple[int, MoveEvent]] = []
         self.ranks: list[RankInfo] = []
         try:
             for rank in range(config.parallel.tp):
@@ -187,14 +187,14 @@ class ProcessExecutor:
         assert result is not None
         return result
 
-    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
-        self._command(PostRead(peer, command))
+    def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
+        self._command(PostMove(peer, command))
 
-    def give_up_read(self, request_id: str) -> None:
+    def give_up_move(self, request_id: str) -> None:
         self._command(GiveUp(request_id))
 
-    def poll_reads(self) -> list[tuple[int, ReadEvent]]:
-        self._command(PollReads())
+    def poll_moves(self) -> list[tuple[int, MoveEvent]]:
+        self._command(PollMoves())
         events, self._events = self._events, []
         return events
 

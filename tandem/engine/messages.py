@@ -18,7 +18,7 @@ from tandem.errors import (
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.scheduler.step import StepPlan, StepResult
 from tandem.transfer.layout import PeerInfo, RankInfo
-from tandem.transfer.reader import ReadCommand, ReadEvent
+from tandem.transfer.mover import MoveCommand, MoveEvent
 
 _ERRORS: dict[str, type[TandemError]] = {
     kind.__name__: kind
@@ -125,20 +125,20 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
     plan: StepPlan
 
 
-class PostRead(msgspec.Struct, frozen=True, tag="post"):
+class PostMove(msgspec.Struct, frozen=True, tag="post"):
     peer: PeerInfo
-    command: ReadCommand
+    command: MoveCommand
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag="give_up"):
     request_id: str
 
 
-class PollReads(msgspec.Struct, frozen=True, tag="poll"):
+class PollMoves(msgspec.Struct, frozen=True, tag="poll"):
     pass
 
 
-ToRank = Execute | PostRead | GiveUp | PollReads
+ToRank = Execute | PostMove | GiveUp | PollMoves
 
 # --- rank -> core ---
 
@@ -152,7 +152,7 @@ class RankReply(msgspec.Struct, frozen=True, tag="reply"):
     """Answer to every command: the step's samples (rank 0 after Execute) and finished reads."""
 
     result: StepResult | None
-    reads: list[ReadEvent]
+    reads: list[MoveEvent]
 
 
 FromRank = RankReady | RankReply | Failure

@@ -10,7 +10,7 @@ from tandem.engine.messages import (
     Execute,
     Failure,
     GiveUp,
-    PostRead,
+    PostMove,
     RankReady,
     RankReply,
     RankSettings,
@@ -62,11 +62,11 @@ def _answer(worker: Worker, command: ToRank) -> RankReply:
     result = None
     if isinstance(command, Execute):
         result = worker.execute(command.plan)
-    elif isinstance(command, PostRead):
-        worker.post_read(command.peer, command.command)
+    elif isinstance(command, PostMove):
+        worker.post_move(command.peer, command.command)
     elif isinstance(command, GiveUp):
-        worker.give_up_read(command.request_id)
-    return RankReply(result, worker.poll_reads())
+        worker.give_up_move(command.request_id)
+    return RankReply(result, worker.poll_moves())
 
 
 if __name__ == "__main__":

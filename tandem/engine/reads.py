@@ -14,7 +14,7 @@ from tandem.engine.executor import Executor
 from tandem.log import get_logger
 from tandem.state.ticket import Ticket
 from tandem.transfer.layout import PeerInfo
-from tandem.transfer.reader import ReadCommand, ReadEvent
+from tandem.transfer.mover import MoveCommand, MoveEvent
 from tandem.transfer.ticket_client import TicketClient
 
 log = get_logger(__name__)
@@ -133,7 +133,7 @@ class ReadDesk:
     def _give_up(self, request_id: str, read: _Read) -> None:
         read.is_given_up = True
         self._draining[request_id] = read
-        self._executor.give_up_read(request_id)
+        self._executor.give_up_move(request_id)
 
     def advance(self) -> list[ReadOutcome]:
         """Move every read on; never waits."""
@@ -151,14 +151,14 @@ class ReadDesk:
             if read.peer is not None and read.pages is not None and not read.is_posted:
                 self._post(request_id, read, read.peer, read.pages)
         if any(read.is_posted for read in self._reads.values()) or self._draining:
-            for rank, event in self._executor.poll_reads():
+            for rank, event in self._executor.poll_moves():
                 outcome = self._on_event(rank, event)
                 if outcome is not None:
                     outcomes.append(outcome)
         return outcomes + self._end_hopeless()
 
     def _post(self, request_id: str, read: _Read, peer: PeerInfo, pages: list[int]) -> None:
-        command = ReadCommand(
+        command = MoveCommand(
             request_id=request_id,
             peer=peer.key,
             part=0,
@@ -171,7 +171,7 @@ class ReadDesk:
         )
         read.is_posted = True
         read.deadline = self._clock() + self._deadline_s
-        self._executor.post_read(peer, command)
+        self._executor.post_move(peer, command)
 
     def _end_hopeless(self) -> list[ReadOutcome]:
         """Give up what is past its deadline, and what a peer that is proven dead will not send."""
@@ -191,7 +191,7 @@ class ReadDesk:
             outcomes.append(self._fail(request_id, error))
         return outcomes
 
-    def _on_event(self, rank: int, event: ReadEvent) -> ReadOutcome | None:
+    def _on_event(self, rank: int, event: MoveEvent) -> ReadOutcome | None:
         read = self._reads.get(event.request_id) or self._draining.get(event.request_id)
         if read is None:
             return None

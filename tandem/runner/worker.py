@@ -20,7 +20,7 @@ from tandem.scheduler.step import StepPlan, StepResult
 from tandem.state.arena import build_geometry
 from tandem.state.spec import build_state_spec
 from tandem.transfer.layout import PeerInfo, RankInfo, RankLayout
-from tandem.transfer.reader import RankReader, ReadCommand, ReadEvent
+from tandem.transfer.mover import MoveCommand, MoveEvent, RankMover
 from tandem.transfer.source import RankSource
 from tandem.units import format_nbytes
 
@@ -98,7 +98,7 @@ class Worker:
         inputs = InputBuilder(config.cache.page_tokens, model.eos_token_ids, self._device)
         self._runner = ModelRunner(loaded, self._arena, inputs, rank)
         self._source: RankSource | None = None
-        self._reader: RankReader | None = None
+        self._reader: RankMover | None = None
         if config.transfer.role != "colocated":
             self._start_transfer(config.transfer.role, f"{engine_id}-rank{rank}")
 
@@ -118,7 +118,7 @@ class Worker:
         if role == "prefill":
             self._source = RankSource(agent, layout)
         else:
-            self._reader = RankReader(agent, layout)
+            self._reader = RankMover(agent, layout)
 
     @property
     def rank_info(self) -> RankInfo | None:
@@ -128,13 +128,13 @@ class Worker:
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
 
-    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
+    def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
         """Start a read on the transfer thread, which meets the peer first if it has not."""
         assert self._reader is not None
         self._reader.add_peer(peer)
         self._reader.post(command)
 
-    def give_up_read(self, request_id: str) -> None:
+    def give_up_move(self, request_id: str) -> None:
         assert self._reader is not None
         self._reader.give_up(request_id)
 
@@ -143,7 +143,7 @@ class Worker:
         if self._reader is not None and not self._reader.is_alive:
             raise EngineDeadError("the transfer thread has ended; its trace is on stderr")
 
-    def poll_reads(self) -> list[ReadEvent]:
+    def poll_moves(self) -> list[MoveEvent]:
         self.check()
         return self._reader.poll() if self._reader is not None else []
 

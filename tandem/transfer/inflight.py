@@ -1,6 +1,6 @@
 """A connected peer (`PeerLink`) and the transfers of one read from it (`InFlight`).
 
-Used by the transfer thread of reader.py alone.
+Used by the transfer thread of mover.py alone.
 """
 
 import time
@@ -14,7 +14,7 @@ from tandem.transfer.agent import Operation, TransferAgent
 from tandem.transfer.identity import ProcessIdentity, is_proven_dead
 from tandem.transfer.layout import PeerInfo, RankLayout, check_peer
 from tandem.transfer.plan import Placement, RankPlan, build_rank_plans
-from tandem.transfer.protocol import ReadCommand
+from tandem.transfer.protocol import MoveCommand
 
 log = get_logger(__name__)
 
@@ -127,7 +127,7 @@ class InFlight:
     into the same pages.
     """
 
-    command: ReadCommand
+    command: MoveCommand
     link: PeerLink
     is_given_up: bool = False
     error: str | None = None

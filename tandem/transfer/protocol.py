@@ -3,7 +3,7 @@
 Two ZMQ frames: a tag with the protocol's version, and one msgpack map. The tag is compared before
 the map is decoded, so versions may differ freely. Sizes and values are bounded while decoding.
 Every request may be sent twice: the answer is the same. Also here: what the core of a decode
-engine tells its ranks (`ReadCommand`) and hears from them (`ReadEvent`).
+engine tells its ranks (`MoveCommand`) and hears from them (`MoveEvent`).
 """
 
 from typing import Annotated
@@ -32,10 +32,10 @@ __all__ = [
     "HelloReply",
     "LeaseReply",
     "LeaseRequest",
+    "MoveCommand",
+    "MoveEvent",
     "PeerInfo",
     "RankInfo",
-    "ReadCommand",
-    "ReadEvent",
     "Refusal",
     "ReleaseNote",
     "ReleaseReply",
@@ -117,7 +117,7 @@ Request = Hello | LeaseRequest | ReleaseNote
 Reply = HelloReply | LeaseReply | ReleaseReply | Refusal
 
 
-class ReadCommand(msgspec.Struct, frozen=True):
+class MoveCommand(msgspec.Struct, frozen=True):
     """Read the K/V of tokens [start_token, stop_token), and the slot if named, into ours.
 
     `peer` is the incarnation's (engine_id, generation). Pages are those of the prompt, by position,
@@ -138,7 +138,7 @@ class ReadCommand(msgspec.Struct, frozen=True):
     dst_slot: int | None
 
 
-class ReadEvent(msgspec.Struct, frozen=True):
+class MoveEvent(msgspec.Struct, frozen=True):
     """`status`: "done", "failed" (all transfers of the part have stopped) or "drained".
 
     Each posted part gets exactly one of done and failed, unless it is given up before; each

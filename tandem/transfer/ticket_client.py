@@ -1,7 +1,7 @@
 """The side channel of a decode engine: hello, lease and release, asked of prefill engines.
 
 One thread talks to all peers; a silent one costs only the requests that need it. Nothing blocks
-the caller. It reads no memory: reader.py does, once a ticket is open.
+the caller. It reads no memory: mover.py does, once a ticket is open.
 """
 
 import queue

@@ -28,9 +28,9 @@ from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.agent_nixl import NixlAgent
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo, RankLayout
+from tandem.transfer.mover import RankMover
 from tandem.transfer.plan import Placement
-from tandem.transfer.protocol import ReadCommand
-from tandem.transfer.reader import RankReader
+from tandem.transfer.protocol import MoveCommand
 from tandem.transfer.source import RankSource
 from tests.stepper import Stepper
 
@@ -147,12 +147,12 @@ def move(
     ranks = tuple(source.info for source in sources)
     peer = PeerInfo("P", "g1", "tcp://127.0.0.1:1", current_process(), ranks)
     for rank, layout in enumerate(dst.layouts):
-        reader = RankReader(make_agent(f"D{rank}"), layout)
+        reader = RankMover(make_agent(f"D{rank}"), layout)
         reader.add_peer(peer)
         for sequence, count in enumerate(num_tokens):
             here, there = src.place(sequence), dst.place(sequence)
             reader.post(
-                ReadCommand(
+                MoveCommand(
                     request_id=str(sequence),
                     peer=peer.key,
                     part=0,

@@ -263,15 +263,15 @@ def test_memory_of_a_read_that_is_given_up_is_quarantined_until_it_drains(
     prefill, decode = engines.get("prefill", 1), engines.get("decode", 1)
     worker = decode._executor._worker  # type: ignore[attr-defined]
     num_failed = decode.stats()["failed_reads_total"]
-    arrived = worker.poll_reads
-    monkeypatch.setattr(worker, "poll_reads", lambda: [])
+    arrived = worker.poll_moves
+    monkeypatch.setattr(worker, "poll_moves", lambda: [])
     item = request("gone", random_prompts([60])[0], greedy(50))
     decode.add(msgspec.structs.replace(item, ticket=hold(prefill, item)))
-    posted = decode._executor.post_read
+    posted = decode._executor.post_move
     is_posted = []
     monkeypatch.setattr(
         decode._executor,
-        "post_read",
+        "post_move",
         lambda peer, command: (is_posted.append(command), posted(peer, command)),
     )
     step_until([decode], lambda: is_posted, "not posted")
@@ -286,7 +286,7 @@ def test_memory_of_a_read_that_is_given_up_is_quarantined_until_it_drains(
     # Others are served beside it, from other memory.
     others = mixed_requests()[-3:]
     monkeypatch.setattr(
-        worker, "poll_reads", lambda: [it for it in arrived() if it.request_id != "gone"]
+        worker, "poll_moves", lambda: [it for it in arrived() if it.request_id != "gone"]
     )
     taken = set(decode._cache._quarantined["gone"].pages)
     held = run(prefill, [msgspec.structs.replace(it, hold=True) for it in others])

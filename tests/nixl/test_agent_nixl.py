@@ -18,9 +18,9 @@ from tandem.transfer.agent import Operation
 from tandem.transfer.agent_nixl import NixlAgent
 from tandem.transfer.identity import current_process, is_proven_dead
 from tandem.transfer.layout import PeerInfo, RankInfo
+from tandem.transfer.mover import RankMover
 from tandem.transfer.plan import Placement, build_rank_plans
-from tandem.transfer.protocol import ReadCommand
-from tandem.transfer.reader import RankReader
+from tandem.transfer.protocol import MoveCommand
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
 from tests.unit.transfer.peers import ADDRESS, wait_for
 
@@ -49,7 +49,7 @@ class Pair:
         self.peer = PeerInfo("P", "g1", ADDRESS, current_process(), tuple(self.ranks))
         self.target = build_rank(config, dst_tp, dst_rank, dst_page_tokens or page_tokens, 16)
         self.dst = pick_placement(self.target.geometry, NUM_TOKENS, rng)
-        self.reader = RankReader(NixlAgent("D"), self.target.layout)
+        self.reader = RankMover(NixlAgent("D"), self.target.layout)
         self.reader.add_peer(self.peer)
 
     def _start(self, rank, tp, page_tokens, where: Placement) -> subprocess.Popen:
@@ -73,7 +73,7 @@ class Pair:
         return process
 
     def post(self, request_id="r") -> None:
-        command = ReadCommand(
+        command = MoveCommand(
             request_id=request_id,
             peer=self.peer.key,
             part=0,

@@ -12,7 +12,7 @@ from tandem.scheduler.step import Chunk, NewRequest, Sample, StepPlan, StepResul
 from tandem.state.ticket import Ticket, TokenLogprob
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo, RankInfo
-from tandem.transfer.protocol import ReadCommand, ReadEvent
+from tandem.transfer.protocol import MoveCommand, MoveEvent
 from tests.unit.transfer.memory import build_rank, hybrid
 
 LOGPROB = TokenLogprob(-1.5, ((3, -1.5), (4, -9999.0)))
@@ -97,19 +97,19 @@ TO_FRONTEND = [
 ]
 TO_RANK = [
     messages.Execute(PLAN),
-    messages.PostRead(
+    messages.PostMove(
         PeerInfo("P", "g", "tcp://127.0.0.1:1", current_process(), (RANK,)),
-        ReadCommand("r", ("P", "g"), 1, 16, 20, (5, 6), None, (7, 8), 3),
+        MoveCommand("r", ("P", "g"), 1, 16, 20, (5, 6), None, (7, 8), 3),
     ),
     messages.GiveUp("r"),
-    messages.PollReads(),
+    messages.PollMoves(),
 ]
 FROM_RANK = [
     messages.RankReady(1, RANK),
     messages.RankReady(1, None),
     messages.RankReply(
         StepResult(5, [Sample("r", 9, LOGPROB)]),
-        [ReadEvent("r", "failed", "why", True, 5, 6, 0.5, 7)],
+        [MoveEvent("r", "failed", "why", True, 5, 6, 0.5, 7)],
     ),
     messages.RankReply(None, []),
     Failure("TandemError", "broken"),

@@ -6,7 +6,7 @@ from tandem.engine.reads import ReadDesk, ReadOutcome
 from tandem.state.ticket import Ticket
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo
-from tandem.transfer.protocol import ReadCommand, ReadEvent
+from tandem.transfer.protocol import MoveCommand, MoveEvent
 from tandem.transfer.ticket_client import OpenEvent
 
 DEADLINE_S = 10.0
@@ -62,18 +62,18 @@ class FakeClient:
 
 class FakeExecutor:
     def __init__(self) -> None:
-        self.events: list[tuple[int, ReadEvent]] = []
-        self.posted: list[ReadCommand] = []
+        self.events: list[tuple[int, MoveEvent]] = []
+        self.posted: list[MoveCommand] = []
         self.given_up: list[str] = []
 
-    def post_read(self, peer: PeerInfo, command: ReadCommand) -> None:
+    def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
         assert peer is PEER
         self.posted.append(command)
 
-    def give_up_read(self, request_id: str) -> None:
+    def give_up_move(self, request_id: str) -> None:
         self.given_up.append(request_id)
 
-    def poll_reads(self) -> list[tuple[int, ReadEvent]]:
+    def poll_moves(self) -> list[tuple[int, MoveEvent]]:
         events, self.events = self.events, []
         return events
 
@@ -104,7 +104,7 @@ class Bench:
         assert self.executor.posted[-1].request_id == request_id
 
     def tell(self, rank: int, status: str, request_id: str = "r", **fields: object) -> None:
-        self.executor.events.append((rank, ReadEvent(request_id, status, **fields)))
+        self.executor.events.append((rank, MoveEvent(request_id, status, **fields)))
 
     def advance(self) -> list[ReadOutcome]:
         return self.desk.advance()
@@ -126,7 +126,7 @@ def test_a_read_is_posted_once_its_ticket_is_open_and_its_memory_reserved(bench:
     bench.advance()
     bench.advance()
     assert bench.executor.posted == [
-        ReadCommand(
+        MoveCommand(
             request_id="r",
             peer=("P", "g1"),
             part=0,

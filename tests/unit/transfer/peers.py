@@ -8,8 +8,8 @@ import msgspec
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.identity import EngineIdentity, build_model_identity, current_process
 from tandem.transfer.layout import PeerInfo
-from tandem.transfer.protocol import ReadCommand
-from tandem.transfer.reader import RankReader
+from tandem.transfer.mover import RankMover
+from tandem.transfer.protocol import MoveCommand
 from tandem.transfer.source import RankSource
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
 
@@ -46,7 +46,7 @@ class LocalPair:
         ]
         self.target = build_rank(self.config, dst_tp, dst_rank, page_tokens, num_slabs)
         self.peer = self.start_engine("g1")
-        self.reader = RankReader(LocalAgent(self.fabric, "D"), self.target.layout)
+        self.reader = RankMover(LocalAgent(self.fabric, "D"), self.target.layout)
 
     def start_engine(self, generation: str) -> PeerInfo:
         """Agents for the source ranks, as a start or a restart makes them."""
@@ -62,7 +62,7 @@ class LocalPair:
         dst = pick_placement(self.target.geometry, num_tokens, self.rng)
         for source in self.sources:
             source.write(seed, num_tokens, src)
-        command = ReadCommand(
+        command = MoveCommand(
             request_id=request_id,
             peer=self.peer.key,
             part=0,
@@ -75,7 +75,7 @@ class LocalPair:
         )
         return command, dst
 
-    def parts(self, command: ReadCommand, *borders: int) -> list[ReadCommand]:
+    def parts(self, command: MoveCommand, *borders: int) -> list[MoveCommand]:
         """The same read in parts that end at each border and at the end; the last has the slot."""
         edges = [0, *borders, command.stop_token]
         last = len(borders)

@@ -7,9 +7,9 @@ import pytest
 from tandem.errors import HandshakeError
 from tandem.transfer.agent_local import LocalAgent
 from tandem.transfer.layout import PeerInfo, RankInfo, RankLayout
+from tandem.transfer.mover import RankMover
 from tandem.transfer.plan import Placement
-from tandem.transfer.protocol import ReadCommand
-from tandem.transfer.reader import RankReader
+from tandem.transfer.protocol import MoveCommand
 from tests.unit.transfer.memory import build_rank, hybrid
 from tests.unit.transfer.peers import LocalPair, wait_for
 
@@ -306,7 +306,7 @@ def test_many_requests_at_once_each_get_their_own_state(make_pair):
         first = index * geometry.pages_per_slab
         pages = tuple(range(first, first + geometry.pages_per_slab))
         num_tokens = geometry.pages_per_slab * 16 - index
-        command = ReadCommand(
+        command = MoveCommand(
             f"r{index}", pair.peer.key, 0, 0, num_tokens, pages, slot, pages, slot
         )
         where = Placement(pages, slot)
@@ -332,7 +332,7 @@ def test_close_waits_for_reads_and_ends_the_thread(make_pair):
     threading.Timer(0.05, pair.fabric.held.clear).start()
     pair.reader.close()
     pair.target.check(before, 3, 5, dst)
-    assert not any(thread.name == "rank-reader" for thread in threading.enumerate())
+    assert not any(thread.name == "rank-mover" for thread in threading.enumerate())
     pair.reader.close()
 
 
@@ -350,7 +350,7 @@ def test_close_does_not_wait_for_ever(make_pair):
 def test_notify_is_called_for_each_event(make_pair):
     pair = make_pair()
     called = threading.Event()
-    reader = RankReader(LocalAgent(pair.fabric), pair.target.layout, notify=called.set)
+    reader = RankMover(LocalAgent(pair.fabric), pair.target.layout, notify=called.set)
     reader.give_up("x")
     assert called.wait(5)
     reader.close()
@@ -360,7 +360,7 @@ def test_a_layout_of_ours_that_contradicts_itself_is_refused(make_pair):
     pair = make_pair()
     broken = RankLayout(0, pair.target.spec, pair.target.geometry)
     with pytest.raises(HandshakeError, match="base_address=0"):
-        RankReader(LocalAgent(pair.fabric), broken)
+        RankMover(LocalAgent(pair.fabric), broken)
 
 
 def test_a_peer_met_again_stays_connected_when_reads_of_the_old_link_stop(make_pair):

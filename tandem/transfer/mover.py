@@ -15,9 +15,9 @@ from tandem.log import get_logger
 from tandem.transfer.agent import TransferAgent
 from tandem.transfer.inflight import InFlight, PeerLink
 from tandem.transfer.layout import PeerInfo, RankLayout, check_layout
-from tandem.transfer.protocol import ReadCommand, ReadEvent
+from tandem.transfer.protocol import MoveCommand, MoveEvent
 
-__all__ = ["RankReader", "ReadCommand", "ReadEvent"]
+__all__ = ["MoveCommand", "MoveEvent", "RankMover"]
 
 log = get_logger(__name__)
 
@@ -25,7 +25,7 @@ _POLL_S = 200e-6
 _QUARANTINE_POLL_S = 10e-3
 
 
-class RankReader:
+class RankMover:
     """Owner of the transfer thread of one rank.
 
     Commands are queued and carried out in order; results come from `poll`. `notify` is called from
@@ -48,14 +48,14 @@ class RankReader:
         self._layout = layout
         self._notify = notify
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._events: queue.SimpleQueue[ReadEvent] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[MoveEvent] = queue.SimpleQueue()
         self._links: dict[tuple[str, str], PeerLink] = {}
         self._uses: Counter[str] = Counter()
         self._refused: dict[tuple[str, str], str] = {}
         self._reads: dict[tuple[str, int], InFlight] = {}  # by request and part
         self._is_closing = False
         self._close_deadline = 0.0
-        self._thread = threading.Thread(target=self._run, name="rank-reader", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rank-mover", daemon=True)
         self._thread.start()
 
     @property
@@ -82,7 +82,7 @@ class RankReader:
         """Forget an incarnation that is gone. Its unfinished reads fail as they stop."""
         self._commands.put(lambda: self._drop_peer((engine_id, generation)))
 
-    def post(self, command: ReadCommand) -> None:
+    def post(self, command: MoveCommand) -> None:
         """Start a part of a request, beside others. Its number is unique within the request."""
         self._commands.put(lambda: self._post(command))
 
@@ -91,7 +91,7 @@ class RankReader:
         quiet, at once if nothing is in flight."""
         self._commands.put(lambda: self._give_up(request_id))
 
-    def poll(self) -> list[ReadEvent]:
+    def poll(self) -> list[MoveEvent]:
         """The events since the last call."""
         events = []
         while True:
@@ -143,7 +143,7 @@ class RankReader:
         except queue.Empty:
             return
 
-    def _emit(self, event: ReadEvent) -> None:
+    def _emit(self, event: MoveEvent) -> None:
         self._events.put(event)
         if self._notify is not None:
             self._notify()
@@ -165,14 +165,14 @@ class RankReader:
         if link is not None:
             link.retire()
 
-    def _post(self, command: ReadCommand) -> None:
+    def _post(self, command: MoveCommand) -> None:
         key = command.peer
         assert (command.request_id, command.part) not in self._reads, command
         link = self._links.get(key)
         if link is None:
             reason = self._refused.get(key)
             self._emit(
-                ReadEvent(
+                MoveEvent(
                     command.request_id,
                     "failed",
                     error=reason or f"engine {key[0]} (generation {key[1]}) is not connected",
@@ -189,7 +189,7 @@ class RankReader:
     def _give_up(self, request_id: str) -> None:
         parts = self._parts(request_id)
         if not parts:
-            self._emit(ReadEvent(request_id, "drained"))
+            self._emit(MoveEvent(request_id, "drained"))
         # All are marked before any is looked at: the last of them to stop tells for all.
         fresh = [read for read in parts if not read.is_given_up]
         for read in fresh:
@@ -216,7 +216,7 @@ class RankReader:
         else:
             status = "done" if read.error is None else "failed"
         self._emit(
-            ReadEvent(
+            MoveEvent(
                 command.request_id,
                 status,
                 error=read.error,
