@@ -49,6 +49,8 @@ class Asked:
     peer: PeerInfo | None = None
     error: str | None = None
     replaced: tuple[str, str] | None = None
+    reason: str | None = None  # a word for counting: FAILURES of ticket_client.py
+    met_at: float | None = None  # once open: when the hello was over and the lease check began
 
 
 @dataclass
@@ -211,11 +213,14 @@ class PeerChannel:
                 continue
             self.counts["timeouts"] += 1
             if opened.is_kept:
-                self._end(request_id, f"{self._address} did not renew the lease in time")
+                self._end(
+                    request_id, "lease", f"{self._address} did not renew the lease in time"
+                )
             else:
                 what = "lease check" if self._is_met(opened.ticket) else "hello"
                 self._end(
                     request_id,
+                    "unanswered",
                     f"prefill engine {opened.ticket.engine_id} at {self._address} did not answer "
                     f"the {what} within its deadline; check that it runs and can be reached",
                 )
@@ -229,10 +234,10 @@ class PeerChannel:
                     self._address,
                 )
 
-    def _end(self, request_id: str, error: str) -> None:
+    def _end(self, request_id: str, reason: str, error: str) -> None:
         status = "lost" if self._opens[request_id].is_kept else "failed"
         self.forget(request_id)
-        self._tell(Asked(request_id, status, error=error))
+        self._tell(Asked(request_id, status, error=error, reason=reason))
 
     def _end_note(self, sequence: int) -> None:
         self._notes.pop(sequence, None)
@@ -243,7 +248,7 @@ class PeerChannel:
         self._hello = None
         for request_id in list(self._opens):
             self.counts["refused"] += 1
-            self._end(request_id, message)
+            self._end(request_id, "handshake", message)
         for sequence in list(self._notes):
             self.counts["lost_releases"] += 1
             self._end_note(sequence)
@@ -291,10 +296,11 @@ class PeerChannel:
             ticket = opened.ticket
             if problem is not None:
                 self.counts["refused"] += 1
-                self._end(request_id, problem)
+                self._end(request_id, "handshake", problem)
             elif self._peer is not None and not self._is_met(ticket):
                 self._end(
                     request_id,
+                    "restarted",
                     f"ticket {ticket.ticket_id} is of engine {ticket.engine_id} generation "
                     f"{ticket.generation}; {self._address} is engine {self._peer.engine_id} "
                     f"generation {self._peer.generation} now: recompute the prompt",
@@ -311,7 +317,8 @@ class PeerChannel:
     def _lose(self, key: tuple[str, str]) -> None:
         for request_id, opened in list(self._opens.items()):
             if opened.is_kept and (opened.ticket.engine_id, opened.ticket.generation) == key:
-                self._end(request_id, f"prefill engine {key[0]} at {self._address} was restarted")
+                error = f"prefill engine {key[0]} at {self._address} was restarted"
+                self._end(request_id, "restarted", error)
 
     def _on_lease(self, request_id: str, opened: _Open, reply: Reply) -> None:
         now = time.monotonic()
@@ -327,11 +334,11 @@ class PeerChannel:
             opened.next_renewal = asked + reply.remaining_s / 3
             was_kept, opened.is_kept = opened.is_kept, True
             if not was_kept:
-                self._tell(Asked(request_id, "open", peer=self._peer))
+                self._tell(Asked(request_id, "open", peer=self._peer, met_at=asked))
             return
         message = reply.message if isinstance(reply, Refusal) else "the lease check got no answer"
         self.counts["refused"] += 1
-        self._end(request_id, message)
+        self._end(request_id, "lease", message)
         peer = self._peer
         if isinstance(reply, Refusal) and peer is not None and reply.generation != peer.generation:
             # Another incarnation answers: the one we knew is gone.

@@ -22,6 +22,10 @@ from tandem.transfer.protocol import ALL_READERS, PeerInfo
 
 log = get_logger(__name__)
 
+# Why a ticket was not opened or kept, as a word: refused hello or address, no answer in time,
+# another incarnation in the place of the ticket's, lease refused or not renewed.
+FAILURES = ("handshake", "unanswered", "restarted", "lease")
+
 _TICK_MS = 20
 _IDLE_MS = 1000
 _IDLE_CHANNEL_S = 600.0
@@ -41,6 +45,8 @@ class OpenEvent(msgspec.Struct, frozen=True):
     status: str
     peer: PeerInfo | None = None
     error: str | None = None
+    reason: str | None = None  # of failed and lost: one of FAILURES
+    met_at: float | None = None  # of open: when the hello was over, monotonic seconds
 
 
 class TicketClient:
@@ -86,7 +92,9 @@ class TicketClient:
             try:
                 channel = self._channel(ticket.address)
             except TransferError as error:
-                self._on_asked(Asked(request_id, "failed", error=str(error)))
+                self._on_asked(
+                    Asked(request_id, "failed", error=str(error), reason="handshake")
+                )
             else:
                 channel.open(request_id, ticket, deadline)
 
@@ -270,7 +278,14 @@ class TicketClient:
         if asked.request_id is None:
             return
         self._events.put(
-            OpenEvent(asked.request_id, asked.status, peer=asked.peer, error=asked.error)
+            OpenEvent(
+                asked.request_id,
+                asked.status,
+                peer=asked.peer,
+                error=asked.error,
+                reason=asked.reason,
+                met_at=asked.met_at,
+            )
         )
         if self._notify is not None:
             self._notify()
