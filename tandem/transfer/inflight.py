@@ -135,6 +135,7 @@ class InFlight:
     has_transport_failed: bool = False
     nbytes: int = 0
     num_descriptors: int = 0
+    num_slot_descriptors: int = 0
     seconds: float = 0.0
     _transfers: list[_Transfer] = field(default_factory=list)
     _start: float = 0.0
@@ -170,6 +171,7 @@ class InFlight:
                 self._transfers.append(_Transfer(handle, rank.process))
                 self.nbytes += read.nbytes
                 self.num_descriptors += read.num_descriptors
+                self.num_slot_descriptors += read.num_slot_descriptors
         except TransferError as error:
             self._note(error)
 

@@ -223,6 +223,7 @@ class RankMover:
                 is_peer_lost=read.is_peer_lost,
                 nbytes=read.nbytes,
                 num_descriptors=read.num_descriptors,
+                num_slot_descriptors=read.num_slot_descriptors,
                 seconds=read.seconds,
                 part=command.part,
             )

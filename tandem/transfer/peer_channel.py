@@ -213,9 +213,7 @@ class PeerChannel:
                 continue
             self.counts["timeouts"] += 1
             if opened.is_kept:
-                self._end(
-                    request_id, "lease", f"{self._address} did not renew the lease in time"
-                )
+                self._end(request_id, "lease", f"{self._address} did not renew the lease in time")
             else:
                 what = "lease check" if self._is_met(opened.ticket) else "hello"
                 self._end(

@@ -30,7 +30,8 @@ from tandem.units import ceil_div
 class MoveIds:
     """One transfer between pieces `local[i]` and `remote[i]`. int32, range-checked.
 
-    `num_descriptors` counts them after neighbours on both sides are joined, as NIXL does.
+    `num_descriptors` counts them after neighbours on both sides are joined, as NIXL does;
+    `num_slot_descriptors` of them are the slot's.
     """
 
     peer_rank: int
@@ -38,6 +39,7 @@ class MoveIds:
     remote: npt.NDArray[np.int32]
     nbytes: int
     num_descriptors: int
+    num_slot_descriptors: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class RankPlan:
             order = np.argsort(targets)
             local.append(self.local.page_ids(index, targets[order]))
             remote.append(self.remote.page_ids(index, sources[order]))
+        num_page_ids = sum(map(len, local))
         if self.local.slot_rows and src.slot is not None and dst.slot is not None:
             local.append(self.local.slot_ids(dst.slot))
             remote.append(self.remote.slot_ids(src.slot))
@@ -124,6 +127,7 @@ class RankPlan:
             remote=as_int32(remote_ids, self.remote),
             nbytes=int(lengths.sum()),
             num_descriptors=len(local_ids) - int(joined.sum()),
+            num_slot_descriptors=len(local_ids) - num_page_ids - int(joined[num_page_ids:].sum()),
         )
 
 

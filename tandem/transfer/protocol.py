@@ -153,6 +153,7 @@ class MoveEvent(msgspec.Struct, frozen=True):
     is_peer_lost: bool = False
     nbytes: int = 0
     num_descriptors: int = 0
+    num_slot_descriptors: int = 0
     seconds: float = 0.0
     part: int = 0
 

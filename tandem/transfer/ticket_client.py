@@ -92,9 +92,7 @@ class TicketClient:
             try:
                 channel = self._channel(ticket.address)
             except TransferError as error:
-                self._on_asked(
-                    Asked(request_id, "failed", error=str(error), reason="handshake")
-                )
+                self._on_asked(Asked(request_id, "failed", error=str(error), reason="handshake"))
             else:
                 channel.open(request_id, ticket, deadline)
 

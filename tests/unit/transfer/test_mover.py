@@ -47,6 +47,7 @@ def test_a_read_brings_the_whole_state_and_is_counted(make_pair, src_tp, dst_tp)
     assert 3 * spec.page_nbytes + carried <= event.nbytes
     assert event.nbytes <= 3 * spec.page_nbytes + spec.slot_nbytes
     assert event.num_descriptors == pair.fabric.num_copies or src_tp == dst_tp
+    assert 0 < event.num_slot_descriptors < event.num_descriptors
     assert pair.reader.num_in_flight == 0
 
 

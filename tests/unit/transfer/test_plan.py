@@ -170,7 +170,7 @@ def nano_pair(num_slabs=2):
 
 def test_contiguous_pages_of_equal_layouts_are_one_descriptor_and_the_slot_another():
     read = nano_pair().read_ids(0, 4096, Placement(range(10, 74), 1), Placement(range(30, 94), 1))
-    assert read.num_descriptors == 2
+    assert (read.num_descriptors, read.num_slot_descriptors) == (2, 1)
     assert read.nbytes == 64 * 393_216 + 49_082_368
 
 
@@ -224,9 +224,11 @@ def test_a_range_moves_its_pages_and_leaves_the_slot_to_another():
     where = Placement(range(64), None)
     read = nano_pair().read_ids(128, 256, where, where)
     assert (read.nbytes, read.num_descriptors) == (2 * 393_216, 1)
+    assert read.num_slot_descriptors == 0
     assert set(read.local.tolist()) == {2, 3}
     slot_alone = nano_pair().read_ids(4096, 4096, Placement(range(64), 1), Placement(range(64), 1))
     assert (slot_alone.nbytes, slot_alone.num_descriptors) == (49_082_368, 1)
+    assert slot_alone.num_slot_descriptors == 1
 
 
 def test_more_ids_than_32_bits_hold_are_refused():

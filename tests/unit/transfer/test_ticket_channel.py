@@ -82,8 +82,10 @@ def event(client, timeout_s=5.0):
 def test_open_meets_the_engine_once_and_renews_the_lease(prefill, client):
     engine = prefill(tp=2)
     for index in range(3):
+        start = time.monotonic()
         client.open(f"r{index}", engine.grant(f"t{index}"))
         found = event(client)
+        assert start <= found.met_at <= time.monotonic()
         assert (found.request_id, found.status, found.error) == (f"r{index}", "open", None)
         assert found.peer.key == ("P", "g1")
         assert [info.layout for info in found.peer.ranks] == [rank.layout for rank in engine.memory]
@@ -143,7 +145,7 @@ def test_a_lease_that_ended_refuses_the_ticket(prefill, client):
     engine.leases.expire()
     client.open("r", ticket)
     found = event(client)
-    assert (found.status, found.peer) == ("failed", None)
+    assert (found.status, found.reason, found.peer) == ("failed", "lease", None)
     assert "lease of ticket t1 has ended" in found.error
 
 
@@ -153,7 +155,7 @@ def test_a_lease_that_ends_while_it_is_read_is_reported_lost(prefill, client):
     assert event(client).status == "open"
     engine.leases.revoke("t1")
     found = event(client)
-    assert (found.request_id, found.status) == ("r", "lost")
+    assert (found.request_id, found.status, found.reason) == ("r", "lost", "lease")
 
 
 def test_a_lease_lasts_from_the_question_not_from_the_answer(prefill, client):
@@ -212,7 +214,7 @@ def test_another_model_is_refused_by_field_and_both_values(prefill, client):
     engine = prefill(config=hybrid(state_dtype="bfloat16"))
     client.open("r", engine.grant())
     found = event(client)
-    assert found.status == "failed"
+    assert (found.status, found.reason) == ("failed", "handshake")
     assert "layer 0 mamba2.ssm dtype is bfloat16 on the prefill engine" in found.error
     assert "float32 on the decode engine" in found.error
     assert engine.leases.collect() == []
@@ -231,7 +233,7 @@ def test_a_restart_under_the_same_address_is_met_anew(prefill, client):
     by_request = {found.request_id: found for found in events}
     assert by_request["r2"].status == "open"
     assert by_request["r2"].peer.generation == "g2"
-    assert by_request["r1"].status == "lost"
+    assert (by_request["r1"].status, by_request["r1"].reason) == ("lost", "restarted")
     assert "was restarted" in by_request["r1"].error
 
 
@@ -240,7 +242,7 @@ def test_a_ticket_of_an_earlier_incarnation_is_refused(prefill, client):
     engine.leases.grant("t1", "t1")
     client.open("r", ticket_for(engine.server.address, generation="g1"))
     found = event(client)
-    assert found.status == "failed"
+    assert (found.status, found.reason) == ("failed", "restarted")
     assert "generation g1" in found.error
     assert "generation g2" in found.error
 
@@ -276,7 +278,7 @@ def test_a_silent_peer_costs_only_its_own_requests(prefill, client):
         assert time.monotonic() - start < 2
     assert {found.request_id for found in events} == {"silent", "nobody"}
     for found in events:
-        assert found.status == "failed"
+        assert (found.status, found.reason) == ("failed", "unanswered")
         assert "did not answer the hello within its deadline" in found.error
 
 
