@@ -6,12 +6,13 @@ mixer has.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from tandem.config.model import ModelConfig
 from tandem.errors import ShardingError
-from tandem.state.kinds import components_of
+from tandem.state.kinds import Component, components_of
 from tandem.units import align_up, dtype_nbytes
 
 # Components start on these boundaries: vector loads and RDMA both like them.
@@ -37,6 +38,15 @@ def owned(units: int, tp: int, rank: int, *, component: str = "component") -> ra
         f"{component} has {units} units, which neither divide by nor replicate to tp={tp}; "
         f"use a tp that divides {units} or is a multiple of it"
     )
+
+
+@dataclass(frozen=True)
+class LayerComponent:
+    """A component that one layer keeps, and the kind of mixer that it belongs to."""
+
+    layer: int
+    kind: str
+    component: Component
 
 
 @dataclass(frozen=True)
@@ -90,33 +100,55 @@ def build_state_spec(model: ModelConfig, *, tp: int, rank: int, page_tokens: int
 
     Raises: ShardingError if a component's units do not fit the tp.
     """
+    return place_components(components(model), tp=tp, rank=rank, page_tokens=page_tokens)
+
+
+def components(model: ModelConfig) -> tuple[LayerComponent, ...]:
+    """What a model keeps, in memory order."""
+    return tuple(
+        LayerComponent(layer, mixer.kind, component)
+        for layer, layer_config in enumerate(model.layers)
+        for mixer in layer_config.mixers
+        for component in components_of(mixer, model.dtype, model.state_dtype)
+    )
+
+
+def place_components(
+    kept: Sequence[LayerComponent], *, tp: int, rank: int, page_tokens: int
+) -> StateSpec:
+    """Lay out components, whatever their kinds, in the pages and slots of one rank.
+
+    Raises: ShardingError naming layer, kind, component, units and tp.
+    """
+    # Two ranks pair components by layer and name.
+    names = {(item.layer, item.component.name) for item in kept}
+    assert len(names) == len(kept), "two components of one layer have the same name"
     page: list[PlacedComponent] = []
     slot: list[PlacedComponent] = []
     page_offset = slot_offset = 0
-    for layer, layer_config in enumerate(model.layers):
-        for mixer in layer_config.mixers:
-            for component in components_of(mixer, model.dtype, model.state_dtype):
-                name = f"layer {layer} {mixer.kind} {component.name}"
-                units = owned(component.units, tp, rank, component=name)
-                unit_nbytes = prod(component.unit_shape) * dtype_nbytes(component.dtype)
-                if component.per_token:
-                    unit_nbytes *= page_tokens
-                placed = PlacedComponent(
-                    layer=layer,
-                    name=component.name,
-                    offset=page_offset if component.per_token else slot_offset,
-                    unit_nbytes=unit_nbytes,
-                    unit_start=units.start,
-                    unit_stop=units.stop,
-                    unit_shape=component.unit_shape,
-                    dtype=component.dtype,
-                )
-                if component.per_token:
-                    page.append(placed)
-                    page_offset += placed.nbytes
-                else:
-                    slot.append(placed)
-                    slot_offset = align_up(slot_offset + placed.nbytes, COMPONENT_ALIGNMENT)
+    for item in kept:
+        component = item.component
+        name = f"layer {item.layer} {item.kind} {component.name}"
+        units = owned(component.units, tp, rank, component=name)
+        unit_nbytes = prod(component.unit_shape) * dtype_nbytes(component.dtype)
+        if component.per_token:
+            unit_nbytes *= page_tokens
+        placed = PlacedComponent(
+            layer=item.layer,
+            name=component.name,
+            offset=page_offset if component.per_token else slot_offset,
+            unit_nbytes=unit_nbytes,
+            unit_start=units.start,
+            unit_stop=units.stop,
+            unit_shape=component.unit_shape,
+            dtype=component.dtype,
+        )
+        if component.per_token:
+            page.append(placed)
+            page_offset += placed.nbytes
+        else:
+            slot.append(placed)
+            slot_offset = align_up(slot_offset + placed.nbytes, COMPONENT_ALIGNMENT)
     return StateSpec(
         tp=tp,
         rank=rank,
@@ -134,10 +166,14 @@ def describe_components(
     """(layer, name, units, unit_shape, dtype) of every component: what two engines must agree
     on."""
     return tuple(
-        (layer, f"{mixer.kind}.{item.name}", item.units, item.unit_shape, item.dtype)
-        for layer, layer_config in enumerate(model.layers)
-        for mixer in layer_config.mixers
-        for item in components_of(mixer, model.dtype, model.state_dtype)
+        (
+            item.layer,
+            f"{item.kind}.{item.component.name}",
+            item.component.units,
+            item.component.unit_shape,
+            item.component.dtype,
+        )
+        for item in components(model)
     )
 
 
