@@ -4,6 +4,9 @@ What moves is not data but the name of each byte: (element, byte of it). Nothing
 wrong place and look right.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from tandem.state.arena import build_geometry
 from tandem.state.kinds import Component
 from tandem.state.spec import LayerComponent, place_components
 from tandem.transfer.layout import RankLayout, check_layout, check_ranks
-from tandem.transfer.plan import build_rank_plans
+from tandem.transfer.plan import build_rank_plans, build_write_plans
 from tests.unit.state.every_kind import KINDS, fits, models
 from tests.unit.transfer.element_map import ElementMap
 from tests.unit.transfer.memory import pick_placement
@@ -56,6 +59,18 @@ class NamedArena:
         if where.slot is not None:
             yield from self.map.state(where.slot, self.geometry.slot_stride)
 
+    def owned(self, where, start, stop):
+        """Whether a byte belongs to the pages of tokens [start, stop) or to the slot."""
+        found = np.zeros(len(self.names), dtype=bool)
+        if self.map.page:
+            per_page = self.map.page_tokens
+            for page in where.pages[start // per_page : -(-stop // per_page)]:
+                found[page * self.map.page_nbytes : (page + 1) * self.map.page_nbytes] = True
+        if where.slot is not None:
+            first = where.slot * self.geometry.slot_stride
+            found[first : first + self.map.slot_nbytes] = True
+        return found
+
     def piece(self, rows, number):
         """The bytes that a flat id names: ids count through the rows, one after the other."""
         for address, nbytes, _, stride, count in rows.tolist():
@@ -76,13 +91,49 @@ class Numbers:
         return self._numbers.setdefault(element, len(self._numbers)) * 8 + np.arange(nbytes)
 
 
-def copy(plan, ids, source, target):
-    remote, local = plan.remote.strided_rows(), plan.local.strided_rows()
-    for there, here in zip(ids.remote.tolist(), ids.local.tolist(), strict=True):
-        piece = source.names[source.piece(remote, there)]
-        place = target.piece(local, here)
-        assert len(target.names[place]) == len(piece)
-        target.names[place] = piece
+@dataclass(frozen=True)
+class Move:
+    """What one source rank moves to one destination rank, whichever of the two asks."""
+
+    src_rank: int
+    rows: tuple[np.ndarray, np.ndarray]  # source, destination
+    ids: Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
+def reads(sources, target):
+    def ids_of(plan):
+        def ids(*args):
+            found = plan.read_ids(*args)
+            return found.remote, found.local
+
+        return ids
+
+    return [
+        Move(
+            plan.src_rank,
+            (plan.remote.strided_rows(), plan.local.strided_rows()),
+            ids_of(plan),
+        )
+        for plan in build_rank_plans([source.layout for source in sources], target.layout)
+    ]
+
+
+def writes(sources, targets, dst_rank):
+    def ids_of(plan):
+        def ids(*args):
+            found = plan.write_ids(*args)
+            return found.local, found.remote
+
+        return ids
+
+    specs = [source.spec for source in sources]
+    layouts = [target.layout for target in targets]
+    return [
+        Move(rank, (plan.local.strided_rows(), plan.remote.strided_rows()), ids_of(plan))
+        for rank, source in enumerate(sources)
+        for plan in build_write_plans(source.layout, specs, layouts)
+        if plan.dst_rank == dst_rank
+    ]
 
 
 def lengths():
@@ -93,52 +144,74 @@ def lengths():
 
 
 @st.composite
-def sides(draw, kept):
-    """(tp, page_tokens) of a source and of a destination that can serve the model."""
+def transfers(draw, kept):
+    """(source, destination, edges): a side is its (tp, page_tokens), and the tokens between two
+    edges move at once. Edges are borders of destination pages, and the prompt's end."""
     tp = st.sampled_from([tp for tp in SIZES if fits(kept, tp)])
-    return [(draw(tp), draw(PAGE_TOKENS)) for _ in range(2)]
+    src, dst = ((draw(tp), draw(PAGE_TOKENS)) for _ in range(2))
+    stop = draw(lengths())
+    inner = draw(st.sets(st.integers(0, (stop - 1) // dst[1]), max_size=3))
+    return src, dst, sorted({0, stop} | {page * dst[1] for page in inner})
 
 
 @settings(max_examples=200)
-@given(st.data(), st.randoms(use_true_random=False))
-def test_every_element_arrives_in_its_place_and_nothing_else_changes(data, rng):
+@given(st.data(), st.booleans(), st.randoms(use_true_random=False))
+def test_every_element_arrives_in_its_place_and_nothing_else_changes(data, is_written, rng):
     kept = data.draw(models())
-    check_pair(kept, *data.draw(sides(kept)), data.draw(lengths()), rng)
+    check_transfer(kept, *data.draw(transfers(kept)), is_written, rng)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @settings(max_examples=15)
-@given(st.data(), st.randoms(use_true_random=False))
-def test_a_kind_alone_moves_between_any_two_sizes(kind, data, rng):
+@given(st.data(), st.booleans(), st.randoms(use_true_random=False))
+def test_a_kind_alone_moves_between_any_two_sizes(kind, data, is_written, rng):
     kept = tuple(LayerComponent(0, kind, item) for item in data.draw(KINDS[kind]()))
-    check_pair(kept, *data.draw(sides(kept)), data.draw(lengths()), rng)
+    check_transfer(kept, *data.draw(transfers(kept)), is_written, rng)
 
 
-def check_pair(kept, src_side, dst_side, num_tokens, rng):
-    """One destination rank reads a prompt's state from all source ranks."""
-    (src_tp, src_page), (dst_tp, dst_page) = src_side, dst_side
-    sources = [NamedArena(kept, src_tp, rank, src_page, num_tokens) for rank in range(src_tp)]
-    check_ranks([source.layout for source in sources], "this test")
-    target = NamedArena(kept, dst_tp, rng.randrange(dst_tp), dst_page, num_tokens)
+def check_transfer(kept, src_side, dst_side, edges, is_written, rng):
+    """One destination rank gets a prompt's state part by part, each as soon as it exists."""
+    num_tokens = edges[-1]
+    sources = ranks_of(kept, *src_side, num_tokens)
+    targets = ranks_of(kept, *dst_side, num_tokens)
+    target = targets[rng.randrange(len(targets))]
     src, dst = (pick_placement(item.geometry, num_tokens, rng) for item in (sources[0], target))
+    rank = target.spec.rank
+    moves = writes(sources, targets, rank) if is_written else reads(sources, target)
     numbers = Numbers()
-    for source in sources:
-        for address, nbytes, element in source.places(src, 0, num_tokens):
-            source.names[address : address + nbytes] = numbers.of(element, nbytes)
-    for plan in build_rank_plans([source.layout for source in sources], target.layout):
-        copy(plan, plan.read_ids(num_tokens, src, dst), sources[plan.src_rank], target)
-    # Bytes behind the last token and between components may hold anything; all others are known.
-    is_free = np.zeros(len(target.names), dtype=bool)
-    for page in dst.pages:
-        is_free[page * target.map.page_nbytes : (page + 1) * target.map.page_nbytes] = True
-    if dst.slot is not None:
-        start = dst.slot * target.geometry.slot_stride
-        is_free[start : start + target.map.slot_nbytes] = True
-    expected = np.full(len(target.names), UNTOUCHED, dtype=np.int64)
-    for address, nbytes, element in target.places(dst, 0, num_tokens):
-        expected[address : address + nbytes] = numbers.of(element, nbytes)
-        is_free[address : address + nbytes] = False
-    assert np.array_equal(target.names[~is_free], expected[~is_free])
+    expected = target.names.copy()
+    for start, stop in pairwise(edges):
+        has_slot = stop == num_tokens
+        ends = [place if has_slot else replace(place, slot=None) for place in (src, dst)]
+        # What comes later in the prompt does not exist yet: a part that took it would take nothing.
+        for source in sources:
+            for address, nbytes, element in source.places(ends[0], start, stop):
+                source.names[address : address + nbytes] = numbers.of(element, nbytes)
+        for move in moves:
+            copy(move, move.ids(start, stop, *ends), sources[move.src_rank], target)
+        # Bytes behind the last token and between components may hold anything; all others not.
+        is_free = target.owned(ends[1], start, stop)
+        for address, nbytes, element in target.places(ends[1], start, stop):
+            expected[address : address + nbytes] = numbers.of(element, nbytes)
+            is_free[address : address + nbytes] = False
+        assert np.array_equal(target.names[~is_free], expected[~is_free])
+        expected[is_free] = target.names[is_free]
+        for source in sources:
+            source.names[:] = UNTOUCHED  # nothing that has arrived is moved again
+
+
+def ranks_of(kept, tp, page_tokens, num_tokens):
+    ranks = [NamedArena(kept, tp, rank, page_tokens, num_tokens) for rank in range(tp)]
+    check_ranks([rank.layout for rank in ranks], "this test")
+    return ranks
+
+
+def copy(move, ids, source, target):
+    for there, here in zip(*(item.tolist() for item in ids), strict=True):
+        piece = source.names[source.piece(move.rows[0], there)]
+        place = target.piece(move.rows[1], here)
+        assert len(target.names[place]) == len(piece)
+        target.names[place] = piece
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"latent_attention"}))
