@@ -1,10 +1,12 @@
-"""Leases: how long a finished prefill waits for its reader.
+"""Leases: how long a prefill waits for its reader, and what is known of it until then.
 
-`LeaseTable` counts time and release notes; it frees nothing. The side-channel thread calls
-`check`, `renew` and `release`; the core calls `grant`, `expire` and `collect` and frees what
-`collect` returns. Every method is safe from any thread.
+A ticket is known here from the arrival of its request (`register`); its lease begins when the
+prefill is finished (`grant`). `LeaseTable` counts time and release notes and passes on news; it
+frees nothing. The side-channel thread calls `news`, `check`, `renew` and `release`; the core calls
+the others and frees what `collect` returns. Every method is safe from any thread.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Generic, TypeVar
 
 from tandem.errors import LeaseError
 
-Payload = TypeVar("Payload")
+News = TypeVar("News")
 
 # Notes about unknown tickets are remembered (they may be early), but not without bound.
 MAX_EARLY = 1024
@@ -22,10 +24,12 @@ MAX_ENDED = 4096
 
 @dataclass(frozen=True)
 class LeaseCounts:
-    """`active` now; the others since start. `early`: release notes that came before the grant.
-    `duplicate`: of a rank that had released, or of an ended lease. `unknown`: early notes whose
-    ticket never came. `malformed`: a rank outside its readers, or two different reader counts."""
+    """`computing` (tickets without a lease yet) and `active` now; the others since start. `early`:
+    notes that came before the ticket's request. `duplicate`: of a rank that had released, or of an
+    ended ticket. `unknown`: early notes whose ticket never came. `malformed`: a rank outside its
+    readers, or two different reader counts."""
 
+    computing: int
     active: int
     granted: int
     released: int
@@ -39,33 +43,44 @@ class LeaseCounts:
 
 @dataclass
 class _Readers:
-    """The release notes of one ticket: which of how many reading ranks are done."""
+    """The release notes of one ticket: which of how many reading ranks are done, or that there will
+    be no reader at all."""
 
+    is_revoked: bool = False
     num_readers: int | None = None
     done: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
-        return self.num_readers is not None and len(self.done) == self.num_readers
+        return self.is_revoked or (
+            self.num_readers is not None and len(self.done) == self.num_readers
+        )
 
 
 @dataclass
-class _Lease(Generic[Payload]):
-    payload: Payload
-    ends_at: float
+class _Lease(Generic[News]):
     readers: _Readers
+    news: News | None
+    ends_at: float = math.inf
 
 
-class LeaseTable(Generic[Payload]):
-    """Leases of equal length `lease_s` on the caller's clock (seconds, monotonic)."""
+class LeaseTable(Generic[News]):
+    """Leases of equal length `lease_s` on the caller's clock (seconds, monotonic).
+
+    Whoever chooses ticket ids makes each of them unique: notes about an earlier ticket of the same
+    id would end a later one. `on_change` is called, from any thread, when there are news of a
+    ticket or when it has ended.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, lease_s: float = 30.0) -> None:
         self.lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
         # Ordered by `ends_at`: all leases have one length, and a renewed one moves to the end.
-        self._leases: dict[str, _Lease[Payload]] = {}
-        self._ended: list[Payload] = []
+        self._leases: dict[str, _Lease[News]] = {}
+        self._computing: dict[str, _Lease[News]] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        self._ended: list[str] = []
         self._ended_ids: dict[str, None] = {}
         self._early: dict[str, tuple[float, _Readers]] = {}
         self._totals = dict.fromkeys(
@@ -82,16 +97,66 @@ class LeaseTable(Generic[Payload]):
             0,
         )
 
-    def grant(self, ticket_id: str, payload: Payload) -> None:
-        """Start a lease; `collect` returns `payload` once, after its end."""
+    def register(self, ticket_id: str, news: News | None = None) -> bool:
+        """The ticket's request has come. False if it was given back before: compute nothing."""
         with self._lock:
             assert ticket_id not in self._leases, f"ticket {ticket_id} has a lease already"
+            assert ticket_id not in self._computing, f"ticket {ticket_id} is computed already"
             self._ended_ids.pop(ticket_id, None)
-            self._totals["granted"] += 1
             _, readers = self._early.pop(ticket_id, (0.0, _Readers()))
-            self._leases[ticket_id] = _Lease(payload, self._clock() + self.lease_s, readers)
             if readers.is_complete:
-                self._end(ticket_id, "released")
+                self._count_end(ticket_id, readers)
+                return False
+            self._computing[ticket_id] = _Lease(readers, news)
+            return True
+
+    def publish(self, ticket_id: str, news: News) -> None:
+        """Tell whoever follows how far the ticket is; nothing for one that has ended."""
+        with self._lock:
+            lease = self._computing.get(ticket_id)
+            if lease is None:
+                return
+            lease.news = news
+        self.on_change()
+
+    def news(self, ticket_id: str) -> News | None:
+        """What was published last; None for a ticket that is not known (yet).
+
+        Raises: LeaseError if it has ended.
+        """
+        with self._lock:
+            lease = self._computing.get(ticket_id) or self._leases.get(ticket_id)
+            if lease is None and ticket_id in self._ended_ids:
+                raise LeaseError(f"ticket {ticket_id} has ended; recompute the prompt")
+            return None if lease is None else lease.news
+
+    def grant(self, ticket_id: str, news: News | None = None) -> bool:
+        """Start the lease of a ticket whose prefill is finished; `collect` returns it once, after
+        its end. False if it has ended meanwhile, or before its time: `collect` has told so, unless
+        the ticket was never registered."""
+        with self._lock:
+            if ticket_id in self._ended_ids:
+                return False
+            is_new = ticket_id not in self._computing
+        if is_new and not self.register(ticket_id):
+            return False
+        with self._lock:
+            lease = self._computing.pop(ticket_id, None)
+            if lease is None:
+                return False
+            self._totals["granted"] += 1
+            lease.news, lease.ends_at = news, self._clock() + self.lease_s
+            self._leases[ticket_id] = lease
+        self.on_change()
+        return True
+
+    def withdraw(self, ticket_id: str) -> None:
+        """The prefill is over and there will be no lease; nothing is left to collect."""
+        with self._lock:
+            if self._computing.pop(ticket_id, None) is None:
+                return
+            self._remember(ticket_id)
+        self.on_change()
 
     def check(self, ticket_id: str) -> float:
         """Seconds that are left. Raises: LeaseError if the lease has ended or never was."""
@@ -112,7 +177,7 @@ class LeaseTable(Generic[Payload]):
         Early, repeated, late and unknown notes are counted and change nothing else.
         """
         with self._lock:
-            lease = self._leases.get(ticket_id)
+            lease = self._leases.get(ticket_id) or self._computing.get(ticket_id)
             if lease is not None:
                 readers = lease.readers
             elif ticket_id in self._ended_ids:
@@ -131,17 +196,27 @@ class LeaseTable(Generic[Payload]):
             if lease is None:
                 self._totals["early"] += 1
                 return False
-            if readers.is_complete:
-                self._end(ticket_id, "released")
-            return readers.is_complete
+            if not readers.is_complete:
+                return False
+            self._end(ticket_id)
+        self.on_change()
+        return True
 
     def revoke(self, ticket_id: str) -> bool:
-        """End a lease whose reader is gone for good; False if it has none."""
+        """End a ticket whose reader is gone for good; False if it has ended or has not come yet
+        (then it ends when it comes)."""
         with self._lock:
-            if ticket_id not in self._leases:
+            if ticket_id in self._ended_ids:
                 return False
-            self._end(ticket_id, "revoked")
-            return True
+            lease = self._leases.get(ticket_id) or self._computing.get(ticket_id)
+            if lease is None:
+                self._totals["early"] += 1
+                self._early_readers(ticket_id).is_revoked = True
+                return False
+            lease.readers.is_revoked = True
+            self._end(ticket_id)
+        self.on_change()
+        return True
 
     def expire(self) -> list[str]:
         """End the leases whose time is over; returns their tickets. Cheap when there are none."""
@@ -153,7 +228,7 @@ class LeaseTable(Generic[Payload]):
                     break
                 expired.append(ticket_id)
             for ticket_id in expired:
-                self._end(ticket_id, "expired")
+                self._end(ticket_id)
             while self._early:
                 ticket_id, (arrived_at, _) = next(iter(self._early.items()))
                 if arrived_at + self.lease_s > now:
@@ -161,8 +236,8 @@ class LeaseTable(Generic[Payload]):
                 self._drop_early(ticket_id)
             return expired
 
-    def collect(self) -> list[Payload]:
-        """Payloads of leases that ended since the last call, each once: theirs may be freed."""
+    def collect(self) -> list[str]:
+        """Tickets that ended since the last call, each once: what is theirs may be freed."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
@@ -174,9 +249,11 @@ class LeaseTable(Generic[Payload]):
 
     def counts(self) -> LeaseCounts:
         with self._lock:
-            return LeaseCounts(active=len(self._leases), **self._totals)
+            return LeaseCounts(
+                computing=len(self._computing), active=len(self._leases), **self._totals
+            )
 
-    def _live(self, ticket_id: str) -> _Lease[Payload]:
+    def _live(self, ticket_id: str) -> _Lease[News]:
         lease = self._leases.get(ticket_id)
         if lease is None:
             end = "has ended" if ticket_id in self._ended_ids else "was never granted here"
@@ -189,10 +266,20 @@ class LeaseTable(Generic[Payload]):
             )
         return lease
 
-    def _end(self, ticket_id: str, how: str) -> None:
-        lease = self._leases.pop(ticket_id)
-        self._ended.append(lease.payload)
+    def _end(self, ticket_id: str) -> None:
+        lease = self._leases.pop(ticket_id, None) or self._computing.pop(ticket_id)
+        self._ended.append(ticket_id)
+        self._count_end(ticket_id, lease.readers)
+
+    def _count_end(self, ticket_id: str, readers: _Readers) -> None:
+        if readers.is_revoked:
+            how = "revoked"
+        else:
+            how = "released" if readers.is_complete else "expired"
         self._totals[how] += 1
+        self._remember(ticket_id)
+
+    def _remember(self, ticket_id: str) -> None:
         self._ended_ids[ticket_id] = None
         if len(self._ended_ids) > MAX_ENDED:
             del self._ended_ids[next(iter(self._ended_ids))]

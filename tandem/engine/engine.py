@@ -20,14 +20,14 @@ from tandem.engine.holds import HoldDesk
 from tandem.engine.messages import EngineInfo
 from tandem.engine.reads import ReadDesk
 from tandem.engine.sizing import log_sizing, size_engine
-from tandem.errors import EngineDeadError, RequestError, TandemError
+from tandem.errors import EngineDeadError, LeaseError, RequestError, TandemError
 from tandem.log import get_logger
 from tandem.runner.worker import model_config
 from tandem.scheduler.policy import build_request, check_request
 from tandem.scheduler.request import EngineRequest, Request, RequestState, TokenDelta
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.step import StepPlan
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import Progress, Ticket
 from tandem.transfer.identity import EngineIdentity, build_model_identity, current_process
 from tandem.transfer.ticket_client import TicketClient
 from tandem.transfer.ticket_server import TicketServer
@@ -109,7 +109,7 @@ class EngineCore:
             model=build_model_identity(self._model),
         )
         if options.role == "prefill":
-            leases: LeaseTable[str] = LeaseTable(lease_s=options.lease_s)
+            leases: LeaseTable[Progress] = LeaseTable(lease_s=options.lease_s)
             self._server = TicketServer(
                 options.side_channel_host,
                 options.side_channel_port,
@@ -174,7 +174,9 @@ class EngineCore:
         )
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises: RequestError, CapacityError; its ticket is given back then."""
+        """Queue a request. Raises: RequestError, CapacityError; its ticket is given back then.
+        LeaseError for a prefill whose ticket was given back before it came.
+        """
         try:
             built = self._build(request)
             self._scheduler.add(built)
@@ -184,6 +186,9 @@ class EngineCore:
                 self._give_back(request.ticket)
             raise
         self._can_run = True
+        if built.hold and self._holds is not None and not self._holds.register(request.request_id):
+            self._scheduler.abort(request.request_id)
+            raise LeaseError(f"ticket {request.request_id} was given back before its request came")
         if built.state is RequestState.FINISHED:
             self._give_back(request.ticket)  # the ticket's first token ended it
         elif request.ticket is not None and self._reads is not None:
@@ -201,7 +206,7 @@ class EngineCore:
         request = self._scheduler.abort(request_id)
         if request is not None:
             self._let_go(request)
-        elif self._holds is not None:
+        if self._holds is not None:
             self._holds.abort(request_id)
 
     def _let_go(self, request: Request) -> None:
@@ -214,10 +219,15 @@ class EngineCore:
             self._cache.drained(request_id)
 
     def release_ticket(self, ticket_id: str) -> None:
-        """Give back a held prefill that nobody will read."""
+        """Give back a prefill that nobody will read: queued, running, held, or yet to come."""
         if self._holds is not None:
             self._holds.release(ticket_id)
-            self._holds.sweep()
+            self._sweep(self._holds)
+
+    def _sweep(self, holds: HoldDesk) -> None:
+        for request_id in holds.sweep():
+            self._scheduler.fail(request_id, "its ticket was given back before it was finished")
+            self._can_run = True
 
     # --- the loop ---
 
@@ -235,7 +245,7 @@ class EngineCore:
         Raises: EngineDeadError when ranks are lost or fail again and again.
         """
         if self._holds is not None:
-            self._holds.sweep()
+            self._sweep(self._holds)
         if self._reads is not None:
             self._advance_reads(self._reads)
         plan = self._scheduler.schedule()
@@ -244,14 +254,18 @@ class EngineCore:
             self._last_step = time.monotonic()
         deltas = self._run(plan) if plan is not None else self._scheduler.take_deltas()
         if self._holds is not None:
+            for chunk in plan.chunks if plan is not None else ():
+                self._holds.advance(chunk)
             deltas = [self._with_ticket(self._holds, delta) for delta in deltas]
         return deltas
 
     @staticmethod
     def _with_ticket(holds: HoldDesk, delta: TokenDelta) -> TokenDelta:
-        if delta.finish_reason != "hold":
-            return delta
-        return msgspec.structs.replace(delta, ticket=holds.grant(delta))
+        if delta.finish_reason == "hold":
+            return msgspec.structs.replace(delta, ticket=holds.grant(delta))
+        if delta.finish_reason is not None:
+            holds.withdraw(delta.request_id)
+        return delta
 
     def _advance_reads(self, reads: ReadDesk) -> None:
         for request in self._scheduler.next_reads():

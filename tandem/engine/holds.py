@@ -1,15 +1,15 @@
-"""Held prefills of a prefill engine: tickets out, leases kept, memory freed when they end."""
-
-import uuid
+"""Prefills of a prefill engine that a reader waits for: tickets, leases, and memory that is freed
+when they end. A ticket has the id of its request, so it can be given back from the start."""
 
 from tandem.cache.lease import LeaseCounts, LeaseTable
 from tandem.cache.manager import CacheManager
 from tandem.scheduler.request import TokenDelta
-from tandem.state.ticket import Ticket
+from tandem.scheduler.step import Chunk
+from tandem.state.ticket import Progress, Ticket
 
 
 class HoldDesk:
-    """Grants tickets for prefills that the scheduler has put on hold, and frees them after use.
+    """Tells the lease table of prefills from their arrival to the end of their leases.
 
     The lease table is shared with the side channel's thread; everything else belongs to the loop.
     """
@@ -17,7 +17,7 @@ class HoldDesk:
     def __init__(
         self,
         cache: CacheManager,
-        leases: LeaseTable[str],
+        leases: LeaseTable[Progress],
         *,
         engine_id: str,
         generation: str,
@@ -28,15 +28,36 @@ class HoldDesk:
         self._engine_id = engine_id
         self._generation = generation
         self._address = address
-        self._ticket_of: dict[str, str] = {}  # by request
+        self._computing: dict[str, int] = {}  # how often each was begun
+
+    def register(self, request_id: str) -> bool:
+        """A prefill to hold has been queued. False if its ticket was given back before."""
+        if not self._leases.register(request_id, Progress()):
+            return False
+        self._computing[request_id] = 0
+        return True
+
+    def advance(self, chunk: Chunk) -> None:
+        """A step has computed a chunk: the K/V up to its end lies in the request's pages and stays
+        there, unless the request is preempted and begins anew."""
+        request_id = chunk.request_id
+        if request_id not in self._computing:
+            return
+        self._computing[request_id] += chunk.first_page == 0
+        if chunk.sample:
+            return  # it is finished, and has been held or freed
+        num_tokens = chunk.start + len(chunk.token_ids)
+        pages = self._cache.state(request_id).pages[: self._cache.pages_for(num_tokens)]
+        progress = Progress(tuple(pages), num_tokens, self._computing[request_id])
+        self._leases.publish(request_id, progress)
 
     def grant(self, delta: TokenDelta) -> Ticket:
         """A ticket for the prefill that `delta` (finish_reason "hold") reports; its lease runs."""
-        state = self._cache.held(delta.request_id)
-        ticket_id = f"{delta.request_id}-{uuid.uuid4().hex[:12]}"
+        request_id = delta.request_id
+        state = self._cache.held(request_id)
         num_pages = self._cache.pages_for(delta.num_prompt_tokens)
         ticket = Ticket(
-            ticket_id=ticket_id,
+            ticket_id=request_id,
             engine_id=self._engine_id,
             generation=self._generation,
             address=self._address,
@@ -48,28 +69,40 @@ class HoldDesk:
             first_logprob=delta.logprobs[-1] if delta.logprobs else None,
             lease_s=self._leases.lease_s,
         )
-        self._leases.grant(ticket_id, delta.request_id)
-        self._ticket_of[delta.request_id] = ticket_id
+        # Given back in this very step, it gets no lease, and sweep() frees its memory.
+        self._leases.grant(request_id, Progress.of(ticket, self._computing.pop(request_id, 0)))
         return ticket
 
+    def withdraw(self, request_id: str) -> None:
+        """The prefill has ended without a ticket: by its first token, or by a failure. Others are
+        ignored."""
+        if request_id in self._computing:
+            del self._computing[request_id]
+            self._leases.withdraw(request_id)
+
     def release(self, ticket_id: str) -> bool:
-        """Nobody will read it. False for a ticket that has ended or never was."""
+        """Nobody will read it, whatever its state. False if it has ended or has not come yet."""
         return self._leases.revoke(ticket_id)
 
     def abort(self, request_id: str) -> None:
-        """The request was given up before anyone saw its ticket; others are ignored."""
-        ticket_id = self._ticket_of.get(request_id)
-        if ticket_id is not None:
-            self._leases.revoke(ticket_id)
+        """The request was given up: before its ticket, or before anyone saw it. Others are
+        ignored."""
+        self.withdraw(request_id)
+        if self._cache.is_held(request_id):
+            self._leases.revoke(request_id)
 
-    def sweep(self) -> int:
-        """Free what readers released or time ended; cheap, called on every turn of the loop."""
+    def sweep(self) -> list[str]:
+        """Free what readers released or time ended; returns the prefills that nobody waits for any
+        more and that still run. Cheap, called on every turn of the loop."""
         self._leases.expire()
-        ended = self._leases.collect()
-        for request_id in ended:
-            self._cache.release_held(request_id)
-            del self._ticket_of[request_id]
-        return len(ended)
+        unwanted = []
+        for ticket_id in self._leases.collect():
+            if self._cache.is_held(ticket_id):
+                self._cache.release_held(ticket_id)
+            elif ticket_id in self._computing:
+                del self._computing[ticket_id]
+                unwanted.append(ticket_id)
+        return unwanted
 
     def counts(self) -> LeaseCounts:
         return self._leases.counts()

@@ -2,8 +2,9 @@
 
 A request goes to a prefill engine, whose first token goes out at once, and then with its ticket
 to a decode engine. What an engine loses another one takes over: tokens that are out are kept, and
-the next engine computes their state anew. A ticket belongs to the router until a decode engine
-has taken it; the router gives back what nobody took.
+the next engine computes their state anew. A prefill's ticket has the id of its request, so it is
+the router's from the start, until a decode engine has taken it; the router gives back what nobody
+took, wherever it is by then.
 """
 
 import asyncio
@@ -34,12 +35,18 @@ _WAIT_POLL_S = 0.05
 
 @dataclass
 class _Progress:
-    """How far a request is. `ticket` is held at `holder` and nobody is known to have taken it."""
+    """How far a request is. `ticket_id` is of a prefill at `holder` that nobody is known to have
+    taken, and `ticket` is its ticket once it is finished."""
 
     tokens: list[int] = field(default_factory=list)
-    ticket: Ticket | None = None
+    ticket_id: str = ""
     holder: EngineLink | None = None
+    ticket: Ticket | None = None
     is_finished: bool = False
+
+    def drop_ticket(self) -> None:
+        """There is none, or somebody else has to give it back."""
+        self.ticket = self.holder = None
 
     def take(self, delta: TokenDelta, request: EngineRequest) -> TokenDelta:
         """Note an engine's delta; return it as the client's side sees it."""
@@ -145,9 +152,9 @@ class PairBackend:
                     return
         finally:
             self._num_running -= 1
-            if progress.ticket is not None and progress.holder is not None:
+            if progress.holder is not None:
                 # In the background: this code may run in a request that is being cancelled.
-                self._spawn(progress.holder.release(progress.ticket.ticket_id))
+                self._spawn(progress.holder.release(progress.ticket_id))
 
     async def _prefill(
         self, request: EngineRequest, progress: _Progress
@@ -159,18 +166,21 @@ class PairBackend:
             leg = msgspec.structs.replace(
                 request, request_id=f"{request.request_id}-p{len(tried)}", hold=True
             )
+            progress.ticket_id, progress.holder = leg.request_id, link
             try:
                 async with aclosing(link.generate(leg)) as deltas:
                     async for delta in deltas:
                         if delta.finish_reason == "error" and not delta.token_ids:
                             raise LegError(delta.error or "a prefill failed", is_taken=True)
-                        if delta.ticket is not None:
-                            progress.ticket, progress.holder = delta.ticket, link
+                        progress.ticket = delta.ticket
                         yield progress.take(delta, request)
+                if progress.ticket is None:
+                    progress.drop_ticket()
                 return
             except LegError as error:
                 if len(progress.tokens) > len(request.generated):
                     return  # the first token is out: go on from there
+                progress.drop_ticket()  # a lost connection ends the prefill
                 self._retry(request, error)
 
     async def _decode(
@@ -191,12 +201,12 @@ class PairBackend:
                     async for delta in deltas:
                         # Only now is it certain that the engine took the ticket. Of a client that
                         # leaves earlier the router gives it back; twice given back is fine.
-                        progress.ticket = None
+                        progress.drop_ticket()
                         yield progress.take(delta, request)
                 return
             except LegError as error:
                 if error.is_taken:
-                    progress.ticket = None
+                    progress.drop_ticket()
                 failure = error
                 self._retry(request, error)
         raise EngineDeadError(f"no decode engine could go on: {failure or 'none is ready'}")

@@ -1,4 +1,5 @@
-"""The ticket: where a finished prefill waits, and what its reader must know."""
+"""The ticket: where a finished prefill waits, and what its reader must know; and what is known of
+it before it is finished."""
 
 from typing import Annotated
 
@@ -19,22 +20,48 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Ticket(msgspec.Struct, frozen=True):
-    """A prefill of exactly `num_tokens` prompt tokens, held by `engine_id` until released.
+class PrefillSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill that an engine runs, or will: enough to follow it and to give it back.
 
-    The reader continues at token `num_tokens` with `first_token` as its next input: no prompt
-    token is fed twice. `address` is the side channel of the engine, `generation` its incarnation;
-    `lease_s` is relative, so that clocks need not agree.
+    `ticket_id` is the id of its request. `address` is the side channel of the engine, `generation`
+    its incarnation; `lease_s` is relative, so that clocks need not agree.
     """
 
     ticket_id: _Text
     engine_id: _Text
     generation: _Text
     address: _Text
+    lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
+
+
+class Ticket(PrefillSource, frozen=True, kw_only=True):
+    """A finished prefill of exactly `num_tokens` prompt tokens, held until released.
+
+    The reader continues at token `num_tokens` with `first_token` as its next input: no prompt
+    token is fed twice.
+    """
+
     num_tokens: _Id
     pages: tuple[_Id, ...]
     slot: _Id | None
     page_tokens: _Id
     first_token: _Id
     first_logprob: TokenLogprob | None
-    lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a prefill is: the K/V of its first `num_tokens` tokens lies in `pages`.
+
+    What was read in an earlier `attempt` is void: the prefill has begun anew in other memory.
+    `ticket`: the final record, once there is one.
+    """
+
+    pages: tuple[_Id, ...] = ()
+    num_tokens: _Id = 0
+    attempt: _Id = 0
+    ticket: Ticket | None = None
+
+    @classmethod
+    def of(cls, ticket: Ticket, attempt: int = 0) -> "Progress":
+        """A finished prefill."""
+        return cls(ticket.pages, ticket.num_tokens, attempt, ticket)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _ENGINE = {
     "budget_tokens": 256,
     "threads": 1,
 }
+_legs = count()
 
 
 def build_core(folder: Path, **settings: Any) -> EngineCore:
@@ -119,8 +121,15 @@ def run_alone(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Outpu
 def run_apart(
     prefill: EngineCore, decode: EngineCore, requests: Sequence[EngineRequest]
 ) -> list[Output]:
-    """Prompts on one engine, answers on the other; both are idle in the end."""
-    held = run(prefill, [msgspec.structs.replace(item, hold=True) for item in requests])
+    """Prompts on one engine, answers on the other; both are idle in the end.
+
+    Each prefill has an id of its own, as its ticket will have it.
+    """
+    legs = [
+        msgspec.structs.replace(item, request_id=f"{item.request_id}-p{next(_legs)}", hold=True)
+        for item in requests
+    ]
+    held = run(prefill, legs)
     outputs: list[Output | None] = [None] * len(requests)
     rest = []
     for index, (item, first) in enumerate(zip(requests, held, strict=True)):

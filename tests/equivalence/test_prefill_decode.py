@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tandem.engine.engine import EngineCore
-from tandem.errors import RequestError
+from tandem.errors import LeaseError, RequestError
 from tandem.scheduler.request import EngineRequest, SamplingParams
 from tandem.state.ticket import Ticket
 from tests.equivalence.engines import (
@@ -22,6 +22,7 @@ from tests.equivalence.engines import (
     request,
     run,
     run_apart,
+    set_budget,
     step_until,
     wait_until_idle,
 )
@@ -254,6 +255,43 @@ def test_an_abort_at_every_stage_of_a_read_frees_both_sides(engines: Engines) ->
     item = request("after", prompt, greedy(5))
     outputs = run_apart(prefill, decode, [item])
     assert outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("way", ["release", "abort"])
+@pytest.mark.parametrize("state", ["unknown", "queued", "prefilling", "held"])
+def test_a_ticket_can_be_given_back_in_any_state(engines: Engines, state: str, way: str) -> None:
+    """By the id of its request, which is known before anything else is."""
+    prefill = engines.get("prefill", 1)
+    before = prefill.stats()
+    (prompt,) = random_prompts([90], seed=6)
+    item = request(f"{state}-{way}", prompt, greedy(50), hold=True)
+    set_budget(prefill, 20)
+    try:
+        if state != "unknown":
+            prefill.add(item)
+        for _ in range({"prefilling": 2, "held": 5}.get(state, 0)):
+            prefill.step()
+        stats = prefill.stats()
+        assert stats["leases_computing"] == (state in ("queued", "prefilling"))
+        assert stats["leases_active"] == stats["held_num_sequences"] == (state == "held")
+        assert stats["active_num_sequences"] == (state == "prefilling")
+        if way == "abort":
+            prefill.abort(item.request_id)
+        else:
+            prefill.release_ticket(item.request_id)
+        if state == "unknown" and way == "release":
+            with pytest.raises(LeaseError, match="given back before its request came"):
+                prefill.add(item)
+        # Whoever listens learns of it, unless it was he who ended it.
+        deltas = [delta for _ in range(3) for delta in prefill.step()]
+        assert prefill.stats()["is_idle"]
+        assert prefill.stats()["leases_computing"] == 0
+        is_told = way == "release" and state in ("queued", "prefilling")
+        assert [delta.finish_reason for delta in deltas] == ["error"] * is_told
+        steps = prefill.stats()["steps_total"] - before["steps_total"]
+        assert steps == {"prefilling": 2, "held": 5}.get(state, 0)
+    finally:
+        set_budget(prefill, 96)
 
 
 def test_memory_of_a_read_that_is_given_up_is_quarantined_until_it_drains(

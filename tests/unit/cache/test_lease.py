@@ -28,25 +28,25 @@ def table(clock: Clock) -> LeaseTable[str]:
 
 
 def test_check_tells_what_is_left(table, clock):
-    table.grant("t", "memory")
+    assert table.grant("t")
     clock.now += 4
     assert table.check("t") == 6.0
     assert table.next_end() == 110.0
 
 
 def test_released_when_the_last_rank_is_done(table):
-    table.grant("t", "memory")
+    assert table.grant("t")
     assert not table.release("t", 0, 2)
     assert table.collect() == []
     assert table.release("t", 1, 2)
-    assert table.collect() == ["memory"]
+    assert table.collect() == ["t"]
     assert table.collect() == []
     with pytest.raises(LeaseError, match="has ended"):
         table.check("t")
 
 
 def test_expires_without_a_reader(table, clock):
-    table.grant("t", "memory")
+    assert table.grant("t")
     clock.now += 9.99
     assert table.expire() == []
     clock.now += 0.01
@@ -55,13 +55,13 @@ def test_expires_without_a_reader(table, clock):
     with pytest.raises(LeaseError):
         table.renew("t")
     assert table.expire() == ["t"]
-    assert table.collect() == ["memory"]
+    assert table.collect() == ["t"]
     assert table.next_end() is None
 
 
 def test_renewed_lease_outlives_its_neighbours(table, clock):
-    table.grant("a", "A")
-    table.grant("b", "B")
+    assert table.grant("a")
+    assert table.grant("b")
     clock.now += 6
     assert table.renew("a") == 10.0
     clock.now += 6
@@ -72,44 +72,103 @@ def test_renewed_lease_outlives_its_neighbours(table, clock):
 
 
 def test_note_that_arrives_after_the_deadline_but_before_the_sweep_counts_as_release(table, clock):
-    table.grant("t", "memory")
+    assert table.grant("t")
     clock.now += 11
     assert table.release("t", 0, 1)
     assert table.expire() == []
-    assert table.collect() == ["memory"]
+    assert table.collect() == ["t"]
     assert table.counts().released == 1
 
 
 def test_early_notes_are_kept_and_matched(table):
     assert not table.release("t", 0, 2)
     assert not table.release("t", 0, 2)
-    table.grant("t", "memory")
+    assert table.grant("t")
     assert table.release("t", 1, 2)
-    assert table.collect() == ["memory"]
+    assert table.collect() == ["t"]
     counts = table.counts()
     assert (counts.early, counts.duplicate, counts.released) == (1, 1, 1)
 
 
-def test_complete_early_notes_end_the_lease_at_its_grant(table):
+def test_a_ticket_that_was_given_back_before_it_came_is_not_begun(table):
     table.release("t", 1, 2)
     table.release("t", 0, 2)
-    table.grant("t", "memory")
-    assert table.collect() == ["memory"]
+    assert not table.register("t")
+    table.revoke("u")
+    assert not table.register("u")
+    assert table.collect() == []
+    counts = table.counts()
+    assert (counts.computing, counts.active, counts.released, counts.revoked) == (0, 0, 1, 1)
+    # Only that one: an id may come again.
+    assert table.register("u")
+
+
+@pytest.mark.parametrize("end", ["release", "revoke"])
+def test_a_ticket_that_is_given_back_while_it_is_computed_gets_no_lease(table, end):
+    changes = []
+    table.on_change = lambda: changes.append(table.counts().computing)
+    assert table.register("t", "queued")
+    assert table.news("t") == "queued"
+    assert table.release("t", 0, 1) if end == "release" else table.revoke("t")
+    assert changes == [0]
+    assert table.collect() == ["t"]
+    assert not table.grant("t")
+    assert table.collect() == []
+    with pytest.raises(LeaseError, match="has ended"):
+        table.news("t")
+    assert not table.revoke("t")
+    assert table.counts().granted == 0
+
+
+def test_one_reader_that_is_done_early_counts_when_the_lease_runs(table):
+    table.register("t")
+    assert not table.release("t", 0, 2)
+    assert table.grant("t")
+    assert table.release("t", 1, 2)
+    assert table.collect() == ["t"]
+
+
+def test_time_runs_from_the_grant_and_news_go_on_until_the_end(table, clock):
+    changes = []
+    table.on_change = lambda: changes.append(1)
+    assert table.news("t") is None
+    table.register("t", "queued")
+    clock.now += 1000
+    assert table.expire() == []
+    with pytest.raises(LeaseError, match="never granted"):
+        table.renew("t")
+    table.publish("t", "half")
+    assert table.news("t") == "half"
+    table.grant("t", "all")
+    assert table.news("t") == "all"
+    assert len(changes) == 2
+    table.publish("t", "late")
+    assert table.news("t") == "all"
+    assert table.check("t") == 10.0
+
+
+def test_a_withdrawn_ticket_has_ended_and_leaves_nothing_to_collect(table):
+    table.register("t")
+    table.withdraw("t")
+    table.withdraw("t")
+    assert table.collect() == []
+    with pytest.raises(LeaseError, match="has ended"):
+        table.news("t")
 
 
 def test_duplicates_and_late_notes_change_nothing(table):
-    table.grant("t", "memory")
+    assert table.grant("t")
     for _ in range(3):
         table.release("t", 0, 2)
     assert table.collect() == []
     table.release("t", 1, 2)
     assert not table.release("t", 1, 2)
-    assert table.collect() == ["memory"]
+    assert table.collect() == ["t"]
     assert table.counts().duplicate == 3
 
 
 def test_malformed_notes_are_counted_and_ignored(table):
-    table.grant("t", "memory")
+    assert table.grant("t")
     for rank, num_readers in ((2, 2), (-1, 2), (0, 0)):
         assert not table.release("t", rank, num_readers)
     table.release("t", 0, 2)
@@ -123,7 +182,7 @@ def test_unknown_notes_are_counted_and_forgotten(table, clock):
     clock.now += 10
     table.expire()
     assert table.counts().unknown == 1
-    table.grant("never", "memory")
+    assert table.grant("never")
     assert table.collect() == []
 
 
@@ -132,23 +191,23 @@ def test_early_notes_are_bounded(table, monkeypatch):
     for index in range(10):
         table.release(f"t{index}", 0, 1)
     assert table.counts().unknown == 7
-    table.grant("t9", "memory")
-    assert table.collect() == ["memory"]
+    assert table.register("t6")
+    assert not table.register("t7")
 
 
 def test_tickets_whose_ids_are_prefixes_of_each_other_stay_apart(table):
-    table.grant("req-1", "one")
-    table.grant("req-11", "eleven")
+    assert table.grant("req-1")
+    assert table.grant("req-11")
     assert table.release("req-11", 0, 1)
-    assert table.collect() == ["eleven"]
+    assert table.collect() == ["req-11"]
     assert table.check("req-1") == 10.0
 
 
 def test_revoke_ends_a_lease_once(table):
-    table.grant("t", "memory")
+    assert table.grant("t")
     assert table.revoke("t")
     assert not table.revoke("t")
-    assert table.collect() == ["memory"]
+    assert table.collect() == ["t"]
     assert table.counts().revoked == 1
 
 
@@ -157,10 +216,10 @@ def test_unknown_ticket_is_refused(table):
         table.check("t")
 
 
-def test_every_payload_is_collected_once_under_threads():
-    table: LeaseTable[int] = LeaseTable(lease_s=0.02)
+def test_every_ticket_is_collected_once_under_threads():
+    table: LeaseTable[str] = LeaseTable(lease_s=0.02)
     num_tickets, num_readers = 200, 2
-    collected: list[int] = []
+    collected: list[str] = []
     done = threading.Event()
 
     def notes(rank: int) -> None:
@@ -179,7 +238,8 @@ def test_every_payload_is_collected_once_under_threads():
     for thread in (*threads, sweeper):
         thread.start()
     for index in range(num_tickets):
-        table.grant(str(index), index)
+        if not table.grant(str(index)):
+            collected.append(str(index))  # given back before it came
     for thread in threads:
         thread.join()
     for _ in itertools.count():
@@ -188,4 +248,4 @@ def test_every_payload_is_collected_once_under_threads():
     done.set()
     sweeper.join()
     collected.extend(table.collect())
-    assert sorted(collected) == list(range(num_tickets))
+    assert sorted(map(int, collected)) == list(range(num_tickets))

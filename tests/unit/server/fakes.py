@@ -166,7 +166,7 @@ class ScriptedEngine:
 
     def _hold(self, request, token_id, entry):
         ticket = Ticket(
-            ticket_id=f"{self.engine_id}-{len(self.requests)}",
+            ticket_id=request.request_id,
             engine_id=self.engine_id,
             generation="g",
             address="tcp://127.0.0.1:5555",

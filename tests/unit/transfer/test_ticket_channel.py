@@ -34,7 +34,7 @@ class Prefill:
         self.port = int(self.server.address.rpartition(":")[2])
 
     def grant(self, ticket_id="t1") -> Ticket:
-        self.leases.grant(ticket_id, ticket_id)
+        self.leases.grant(ticket_id)
         return ticket_for(self.server.address, self.generation, ticket_id, self.leases.lease_s)
 
 
@@ -239,7 +239,7 @@ def test_a_restart_under_the_same_address_is_met_anew(prefill, client):
 
 def test_a_ticket_of_an_earlier_incarnation_is_refused(prefill, client):
     engine = prefill(generation="g2")
-    engine.leases.grant("t1", "t1")
+    engine.leases.grant("t1")
     client.open("r", ticket_for(engine.server.address, generation="g1"))
     found = event(client)
     assert (found.status, found.reason) == ("failed", "restarted")
