@@ -1,34 +1,44 @@
-"""A connected peer (`PeerLink`) and the transfers of one read from it (`InFlight`).
+"""A connected peer (`PeerLink`) and the transfers of one part with it (`InFlight`).
 
 Used by the transfer thread of mover.py alone.
 """
 
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.errors import PeerLostError, TransferError
 from tandem.log import get_logger
+from tandem.state.spec import StateSpec
 from tandem.transfer.agent import Operation, TransferAgent
+from tandem.transfer.descriptors import DescriptorTable
 from tandem.transfer.identity import ProcessIdentity, is_proven_dead
-from tandem.transfer.layout import PeerInfo, RankLayout, check_peer
-from tandem.transfer.plan import Placement, RankPlan, build_rank_plans
+from tandem.transfer.layout import PeerInfo, RankInfo, RankLayout, check_peer
+from tandem.transfer.plan import (
+    MoveIds,
+    Placement,
+    RankPlan,
+    WritePlan,
+    build_rank_plans,
+    build_write_plans,
+)
 from tandem.transfer.protocol import MoveCommand
 
 log = get_logger(__name__)
 
-# How often the process of a peer is looked for while a read from it does not end, and for how long
-# after its proven death bytes that it had sent may still be on their way to us.
+# How often the process of a peer is looked for while a transfer with it does not end, and for how
+# long after its proven death bytes that it had sent may still be on their way to us.
 _DEATH_CHECK_S = 1.0
 _DEATH_GRACE_S = 5.0
 
 
 @dataclass
 class _RankLink:
-    """One source rank: its plan and the prepared descriptors of both sides."""
+    """One rank of the peer: what to move (`ids`) and the prepared descriptors of both sides."""
 
-    plan: RankPlan
+    ids: Callable[[int, int, Placement, Placement], MoveIds]
     agent_name: str
     process: ProcessIdentity
     local: Any
@@ -36,9 +46,10 @@ class _RankLink:
 
 
 class PeerLink:
-    """One incarnation of a peer, connected: descriptors prepared for each rank we read from.
+    """One incarnation of a peer, connected: descriptors prepared for each of its ranks that we read
+    from or write to.
 
-    Counts the reads that use it; descriptors and connection go when it is retired and unused.
+    Counts the transfers that use it; descriptors and connection go when it is retired and unused.
     """
 
     def __init__(
@@ -47,9 +58,12 @@ class PeerLink:
         peer: PeerInfo,
         layout: RankLayout,
         uses: Counter[str],
+        operation: Operation = Operation.READ,
+        specs: Sequence[StateSpec] = (),
     ) -> None:
-        """`uses`: links of this reader by agent name. A peer that is met anew while reads of the
-        old link still run is removed from the agent only with the last of them.
+        """`uses`: links of this rank by agent name. A peer that is met anew while transfers of the
+        old link still run is removed from the agent only with the last of them. `specs`: of all
+        ranks of our engine; only who writes needs them.
 
         Raises: HandshakeError for a layout that does not fit ours, TransferError.
         """
@@ -58,42 +72,53 @@ class PeerLink:
         self.agent = agent
         self.peer = peer
         self.key = peer.key
+        self.operation = operation
         self.ranks: list[_RankLink] = []
-        self.num_reads = 0
+        self.num_parts = 0
         self._is_retired = False
         try:
-            for plan in build_rank_plans([info.layout for info in peer.ranks], layout):
-                info = peer.ranks[plan.src_rank]
-                self.ranks.append(self._connect(plan, info.metadata, info.process, layout))
+            layouts = [info.layout for info in peer.ranks]
+            if operation is Operation.READ:
+                for plan in build_rank_plans(layouts, layout):
+                    self._connect(peer.ranks[plan.src_rank], plan, plan.read_ids)
+            else:
+                for write in build_write_plans(layout, specs, layouts):
+                    self._connect(peer.ranks[write.dst_rank], write, write.write_ids)
         except TransferError:
             self.close(remove=True)
             raise
 
     def _connect(
-        self, plan: RankPlan, metadata: bytes, process: ProcessIdentity, layout: RankLayout
-    ) -> _RankLink:
-        name = self.agent.add_peer(metadata)
+        self,
+        info: RankInfo,
+        plan: RankPlan | WritePlan,
+        ids: Callable[[int, int, Placement, Placement], MoveIds],
+    ) -> None:
+        name = self.agent.add_peer(info.metadata)
         self._uses[name] += 1
         local = None
         try:
-            local = self.agent.prepare(None, plan.local.strided_rows(), layout.memory)
-            remote = self.agent.prepare(name, plan.remote.strided_rows(), plan.remote.layout.memory)
+            local = self._prepare(None, plan.local)
+            remote = self._prepare(name, plan.remote)
         except TransferError:
             if local is not None:
                 self.agent.release_prepared(local)
             self._leave(name)
             raise
-        return _RankLink(plan, name, process, local, remote)
+        self.ranks.append(_RankLink(ids, name, info.process, local, remote))
+
+    def _prepare(self, owner: str | None, table: DescriptorTable) -> Any:
+        return self.agent.prepare(owner, table.strided_rows(), table.layout.memory)
 
     def retire(self) -> None:
-        """Close now, or when the last read that uses it has stopped."""
+        """Close now, or when the last part that uses it has stopped."""
         self._is_retired = True
-        if self.num_reads == 0:
+        if self.num_parts == 0:
             self.close(remove=True)
 
-    def end_read(self) -> None:
-        self.num_reads -= 1
-        if self._is_retired and self.num_reads == 0:
+    def end_part(self) -> None:
+        self.num_parts -= 1
+        if self._is_retired and self.num_parts == 0:
             self.close(remove=True)
 
     def close(self, *, remove: bool) -> None:
@@ -121,7 +146,7 @@ class _Transfer:
 
 @dataclass
 class InFlight:
-    """The transfers of one part of a request, one for each source rank.
+    """The transfers of one part of a request, one for each rank of the peer.
 
     The part has an outcome only when all of them have stopped: a sibling that still runs writes
     into the same pages.
@@ -143,35 +168,35 @@ class InFlight:
     _death_seen: float | None = None
 
     def post(self) -> None:
-        """Start a read from each source rank that has something of the part. A failure is kept in
-        `error`: wrong ids of the ticket, or the transport's (`has_transport_failed`): then the
-        link must be made anew."""
-        self.link.num_reads += 1
+        """Start a transfer with each rank of the peer that has something of the part. A failure is
+        kept in `error`: wrong ids of the peer, or the transport's (`has_transport_failed`): then
+        the link must be made anew."""
+        self.link.num_parts += 1
         self._start = time.monotonic()
         self._next_death_check = self._start + _DEATH_CHECK_S
         agent, command = self.link.agent, self.command
         src = Placement(command.src_pages, command.src_slot)
         dst = Placement(command.dst_pages, command.dst_slot)
         try:
-            # All ids first: what the ticket gets wrong must not leave half a read behind.
-            reads = [
-                rank.plan.read_ids(command.start_token, command.stop_token, src, dst)
+            # All ids first: what the peer gets wrong must not leave half a part behind.
+            moves = [
+                rank.ids(command.start_token, command.stop_token, src, dst)
                 for rank in self.link.ranks
             ]
         except TransferError as error:
             self.error = str(error)
             return
         try:
-            for rank, read in zip(self.link.ranks, reads, strict=True):
-                if not len(read.local):
+            for rank, move in zip(self.link.ranks, moves, strict=True):
+                if not len(move.local):
                     continue
                 handle = agent.post(
-                    Operation.READ, rank.local, read.local, rank.remote, read.remote
+                    self.link.operation, rank.local, move.local, rank.remote, move.remote
                 )
                 self._transfers.append(_Transfer(handle, rank.process))
-                self.nbytes += read.nbytes
-                self.num_descriptors += read.num_descriptors
-                self.num_slot_descriptors += read.num_slot_descriptors
+                self.nbytes += move.nbytes
+                self.num_descriptors += move.num_descriptors
+                self.num_slot_descriptors += move.num_slot_descriptors
         except TransferError as error:
             self._note(error)
 
@@ -202,6 +227,15 @@ class InFlight:
         self._note(PeerLostError("the peer's process has ended and the transport did not say so"))
         return True
 
+    def inherit(self, other: "InFlight") -> None:
+        """Another part of the same request, given up too, has stopped: the last one tells all."""
+        self.has_transport_failed = self.has_transport_failed or other.has_transport_failed
+        self.is_peer_lost = self.is_peer_lost or other.is_peer_lost
+        self.error = self.error or other.error
+        self.nbytes += other.nbytes
+        self.num_descriptors += other.num_descriptors
+        self.num_slot_descriptors += other.num_slot_descriptors
+
     def finish(self) -> None:
         """Release the handles that have ended and the hold on the peer."""
         self.seconds = time.monotonic() - self._start
@@ -211,11 +245,13 @@ class InFlight:
             if transfer.has_ended:
                 self.link.agent.release(transfer.handle)
         self._transfers = []
-        self.link.end_read()
+        self.link.end_part()
 
     def _note(self, error: TransferError) -> None:
         self.has_transport_failed = True
         self.is_peer_lost = self.is_peer_lost or isinstance(error, PeerLostError)
         if self.error is None:
             self.error = str(error)
-            log.debug("read of request %s failed: %s", self.command.request_id, error)
+            log.debug(
+                "%s of request %s failed: %s", self.link.operation, self.command.request_id, error
+            )

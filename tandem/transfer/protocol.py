@@ -118,13 +118,14 @@ Reply = HelloReply | LeaseReply | ReleaseReply | Refusal
 
 
 class MoveCommand(msgspec.Struct, frozen=True):
-    """Read the K/V of tokens [start_token, stop_token), and the slot if named, into ours.
+    """Move the K/V of tokens [start_token, stop_token), and the slot if named: from the peer into
+    our arena, or from ours into the peer's, as the rank does.
 
     `peer` is the incarnation's (engine_id, generation). Pages are those of the prompt, by position,
-    as far as the range reaches; `start_token` is on a border of our pages, `stop_token` too unless
-    the prompt ends there. A request may have several parts in flight; `part` tells them apart.
-    The source memory is known to be kept. The destination belongs to the reader until the event
-    "done" or "failed" of every part, or "drained".
+    as far as the range reaches; `start_token` is on a border of destination pages, `stop_token` too
+    unless the prompt ends there. A request may have several parts in flight; `part` tells them
+    apart. The memory of both sides is known to be kept until the event "done" or "failed" of every
+    part, or "drained".
     """
 
     request_id: ShortText
@@ -143,8 +144,9 @@ class MoveEvent(msgspec.Struct, frozen=True):
 
     Each posted part gets exactly one of done and failed, unless it is given up before; each
     `give_up` gets exactly one drained, after which no part of the request is in flight.
-    `is_peer_lost`: the peer is gone or cannot be reached; like after any failure of the transport,
-    `add_peer` comes before the next read from it.
+    `is_peer_lost`: the peer is gone or cannot be reached. `has_transport_failed`: bytes that were
+    written to the peer may still be on their way. After either, `add_peer` comes before the next
+    part with it.
     """
 
     request_id: str
@@ -156,6 +158,7 @@ class MoveEvent(msgspec.Struct, frozen=True):
     num_slot_descriptors: int = 0
     seconds: float = 0.0
     part: int = 0
+    has_transport_failed: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
