@@ -97,6 +97,11 @@ class TransferOptions:
     role: str = setting("colocated", "colocated (no peers), prefill or decode")
     side_channel_host: str = setting("127.0.0.1", "address on which decode engines reach this one")
     side_channel_port: int = setting(0, "port of the side channel; 0: any free one")
+    cluster_secret_file: str | None = setting(
+        None,
+        "file with the secret that engines and routers prove to each other; default: "
+        "TANDEM_CLUSTER_SECRET, and none if only this machine can reach them",
+    )
     lease_s: float = setting(30.0, "how long a finished prefill waits for its reader")
     deadline_s: float = setting(10.0, "how long a decode engine waits for state before it gives up")
     on_failure: str = setting("recompute", "recompute or fail, when state cannot be read")

@@ -15,6 +15,7 @@ import msgspec
 from tandem.cache.lease import LeaseTable
 from tandem.cache.manager import CacheManager
 from tandem.config.engine import EngineConfig
+from tandem.config.secret import read_cluster_secret, require_secret
 from tandem.engine.executor import Executor, start_executor
 from tandem.engine.holds import HoldDesk
 from tandem.engine.messages import EngineInfo
@@ -51,6 +52,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, *, log_level: str | None = None) -> None:
         self._config = config
+        self._secret = _cluster_secret(config)
         self._model = model_config(config)
         sizing = size_engine(config, self._model)
         log_sizing(sizing)
@@ -116,6 +118,7 @@ class EngineCore:
                 identity,
                 self._executor.ranks,
                 leases,
+                self._secret,
             )
             self._holds = HoldDesk(
                 self._cache,
@@ -125,7 +128,9 @@ class EngineCore:
                 address=self._server.address,
             )
         else:
-            self._client = TicketClient(identity, deadline_s=options.deadline_s)
+            self._client = TicketClient(
+                identity, deadline_s=options.deadline_s, secret=self._secret
+            )
             self._reads = ReadDesk(
                 self._client,
                 self._executor,
@@ -371,3 +376,14 @@ class EngineCore:
         if self._server is not None:
             self._server.close()
         self._executor.close()
+
+
+def _cluster_secret(config: EngineConfig) -> bytes | None:
+    """Before anything is loaded: an engine that may not start says so at once."""
+    options = config.transfer
+    if options.role == "colocated":
+        return None
+    secret = read_cluster_secret(options.cluster_secret_file)
+    if options.role == "prefill":
+        require_secret(secret, "side_channel_host", options.side_channel_host)
+    return secret

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from tandem.errors import HandshakeError
+from tandem.config.secret import require_secret
+from tandem.errors import ConfigError, HandshakeError
 from tandem.log import get_logger
 from tandem.state.ticket import Ticket
 from tandem.transfer.identity import EngineIdentity
@@ -29,13 +30,17 @@ from tandem.transfer.protocol import (
     Reply,
     Request,
     VersionError,
+    check_version,
     decode_reply,
     encode,
+    version_tag,
 )
+from tandem.transfer.seal import ClientSeal, TrustError
 
 log = get_logger(__name__)
 
 _REPEAT_S = 1.0
+_MAX_TAKEN = 256
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[\w.-]+):\d{1,5}")
 
 
@@ -80,6 +85,7 @@ class PeerChannel:
         address: str,
         identity: EngineIdentity,
         tell: Callable[[Asked], None],
+        secret: bytes | None = None,
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -93,6 +99,9 @@ class PeerChannel:
         self._address = address
         self._identity = identity
         self._tell = tell
+        self._secret = secret
+        self._seal = ClientSeal(secret, address)
+        self._next_ask = 0.0
         self._problem: str | None = None
         self._connect()
         self._sequences = itertools.count(1)
@@ -109,6 +118,12 @@ class PeerChannel:
             self._problem = (
                 f"address={self._address!r} is no side channel; expected tcp://HOST:PORT"
             )
+            return
+        host = self._address.removeprefix("tcp://").rpartition(":")[0]
+        try:
+            require_secret(self._secret, "side channel", host)
+        except ConfigError as error:
+            self._problem = str(error)
             return
         try:
             self.socket.connect(self._address)
@@ -154,15 +169,26 @@ class PeerChannel:
             self._peer = None
 
     def receive(self) -> None:
-        """Take all answers that have arrived; garbage is dropped."""
-        while True:
+        """Take answers that have arrived; garbage is dropped. Not all at once: a peer that sends
+        without end must not keep the others waiting."""
+        for _ in range(_MAX_TAKEN):
             try:
                 frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                self._on_reply(decode_reply(frames))
+                check_version(frames)
+                opened = self._seal.open(frames)
+                if opened is not None:
+                    self._on_reply(decode_reply(opened))
+                elif not self._seal.is_proven:
+                    # The peer forgot us: what it has not answered is asked anew, after the proof.
+                    self._next_send.clear()
             except VersionError as error:
+                self._refuse_all(str(error))
+            except TrustError as error:
+                if error.answer is not None:
+                    self._try_send(error.answer)
                 self._refuse_all(str(error))
             except HandshakeError as error:
                 log.debug("dropped an answer from %s: %s", self._address, error)
@@ -200,11 +226,20 @@ class PeerChannel:
         """Send unless it was sent a short while ago; unsent ones are tried at each turn."""
         if now < self._next_send.get(message.sequence, 0.0):
             return False
+        if not self._seal.is_proven:
+            if now >= self._next_ask and self._try_send(self._seal.ask(version_tag())):
+                self._next_ask = now + _REPEAT_S
+            return False
+        if not self._try_send(self._seal.seal(encode(message))):
+            return False
+        self._next_send[message.sequence] = now + _REPEAT_S
+        return True
+
+    def _try_send(self, frames: list[bytes]) -> bool:
         try:
-            self.socket.send_multipart(encode(message), flags=zmq.NOBLOCK)
+            self.socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.Again:
             return False  # not connected
-        self._next_send[message.sequence] = now + _REPEAT_S
         return True
 
     def _end_overdue(self, now: float) -> None:

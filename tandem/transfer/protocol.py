@@ -1,9 +1,10 @@
 """Messages of the side channel between a decode engine (asks) and a prefill engine (answers).
 
-Two ZMQ frames: a tag with the protocol's version, and one msgpack map. The tag is compared before
-the map is decoded, so versions may differ freely. Sizes and values are bounded while decoding.
-Every request may be sent twice: the answer is the same. Also here: what the core of a decode
-engine tells its ranks (`MoveCommand`) and hears from them (`MoveEvent`).
+Two frames: a tag with the protocol's version, and one msgpack map; on the wire seal.py's lies
+between them. The tag is compared before anything is decoded, so versions may differ freely. Sizes
+and values are bounded while decoding. Every request may be sent twice: the answer is the same. Also
+here: what the core of a decode engine tells its ranks (`MoveCommand`) and hears from them
+(`MoveEvent`).
 """
 
 from typing import Annotated
@@ -42,6 +43,7 @@ __all__ = [
     "Reply",
     "Request",
     "VersionError",
+    "check_version",
     "decode_reply",
     "decode_request",
     "encode",
@@ -193,8 +195,9 @@ def decode_reply(frames: list[bytes]) -> Reply:
         raise HandshakeError(f"the message is no reply of the side channel: {error}") from error
 
 
-def _checked(frames: list[bytes], max_nbytes: int) -> bytes:
-    if len(frames) != 2 or not frames[0].startswith(_TAG) or len(frames[0]) > 32:
+def check_version(frames: list[bytes]) -> None:
+    """Raises: VersionError for another version, HandshakeError for what is no message of ours."""
+    if not frames or not frames[0].startswith(_TAG) or len(frames[0]) > 32:
         raise HandshakeError(
             f"got {len(frames)} frames without the tag {_TAG.decode()}N; "
             "check that the address is the side channel of a Tandem engine"
@@ -205,6 +208,12 @@ def _checked(frames: list[bytes], max_nbytes: int) -> bytes:
             f"the peer speaks protocol version {got}, this engine version {PROTOCOL_VERSION}; "
             "run the same version of Tandem on both sides"
         )
+
+
+def _checked(frames: list[bytes], max_nbytes: int) -> bytes:
+    check_version(frames)
+    if len(frames) != 2:
+        raise HandshakeError(f"the message has {len(frames)} frames; expected 2")
     if len(frames[1]) > max_nbytes:
         raise HandshakeError(
             f"the message has {len(frames[1])} bytes; at most {max_nbytes} are read"

@@ -55,6 +55,7 @@ class TicketClient:
     Args:
         identity: of this decode engine; its model is compared by the peer.
         deadline_s: how long `open` may take, unless it says otherwise.
+        secret: the cluster's; peers have to prove it, and are shown that we know it.
         notify: called from the thread after an event was added.
     """
 
@@ -63,10 +64,12 @@ class TicketClient:
         identity: EngineIdentity,
         *,
         deadline_s: float = 10.0,
+        secret: bytes | None = None,
         notify: Callable[[], None] | None = None,
     ) -> None:
         self._identity = identity
         self._deadline_s = deadline_s
+        self._secret = secret
         self._notify = notify
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[OpenEvent] = queue.SimpleQueue()
@@ -246,7 +249,9 @@ class TicketClient:
         if len(self._channels) >= _MAX_CHANNELS:
             self._close_channel(self._longest_idle())
         try:
-            channel = PeerChannel(self._context, address, self._identity, self._on_asked)
+            channel = PeerChannel(
+                self._context, address, self._identity, self._on_asked, self._secret
+            )
         except zmq.ZMQError as error:
             raise TransferError(
                 f"no socket for the side channel {address}: {error}; raise the limit of open files"

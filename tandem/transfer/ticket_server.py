@@ -5,11 +5,13 @@ table counts, and the engine frees.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import zmq
 
+from tandem.config.secret import require_secret
 from tandem.errors import ConfigError, HandshakeError, LeaseError
 from tandem.log import get_logger
 from tandem.transfer.identity import EngineIdentity
@@ -27,14 +29,18 @@ from tandem.transfer.protocol import (
     Reply,
     Request,
     VersionError,
+    check_version,
     decode_request,
     encode,
     refuse_model,
 )
+from tandem.transfer.seal import ServerSeal, TrustError, bare
 
 log = get_logger(__name__)
 
 _STOP_CHECK_MS = 100
+# Strangers can cause these warnings, so they must not fill a disk.
+_TRUST_WARNING_S = 10.0
 _WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")
 
 
@@ -51,7 +57,9 @@ class Leases(Protocol):
 class TicketServer:
     """Serves one engine incarnation at `address` until `close`.
 
-    Raises: ConfigError for a wildcard host or a port that cannot be bound.
+    `secret`: what peers have to prove before anything of theirs is decoded.
+    Raises: ConfigError for a wildcard host, a port that cannot be bound, and a host that others can
+    reach without a secret.
     """
 
     def __init__(
@@ -61,12 +69,16 @@ class TicketServer:
         identity: EngineIdentity,
         ranks: Sequence[RankInfo],
         leases: Leases,
+        secret: bytes | None = None,
     ) -> None:
         if bind_host in _WILDCARDS:
             raise ConfigError(
                 f"side_channel_host={bind_host!r} names no host that decode engines can reach; "
                 "give this machine's address on their network"
             )
+        require_secret(secret, "side_channel_host", bind_host)
+        self._seal = ServerSeal(secret)
+        self._next_trust_warning = 0.0
         self._identity = identity
         self._leases = leases
         self._context = zmq.Context(io_threads=1)
@@ -90,7 +102,9 @@ class TicketServer:
             self._socket.close(linger=0)
             self._context.term()
             raise
-        self._counts = dict.fromkeys(("hellos", "renewals", "releases", "refused", "malformed"), 0)
+        self._counts = dict.fromkeys(
+            ("hellos", "renewals", "releases", "refused", "untrusted", "malformed"), 0
+        )
         self._is_closing = threading.Event()
         # From here on the socket belongs to the thread.
         self._thread = threading.Thread(target=self._run, name="ticket-server", daemon=True)
@@ -136,19 +150,38 @@ class TicketServer:
     def _serve(self) -> None:
         """Answer one message; drop one that cannot be understood."""
         peer, *frames = self._socket.recv_multipart()
+        answer: list[bytes] | None
         try:
-            reply = self._answer(decode_request(frames))
+            check_version(frames)
+            opened = self._seal.open(peer, frames)
+            answer = opened.answer
+            if opened.frames is not None:
+                reply = self._answer(decode_request(opened.frames))
+                answer = self._seal.seal(peer, encode(reply))
         except VersionError as error:
-            reply = self._refusal(0, str(error))
+            # Unsealed: the two versions need not agree about seals.
+            answer = bare(encode(self._refusal(0, str(error))))
+        except TrustError as error:
+            self._counts["untrusted"] += 1
+            self._warn(error)
+            answer = error.answer
         except HandshakeError as error:
             self._counts["malformed"] += 1
             log.debug("dropped a message on the side channel: %s", error)
             return
+        if answer is None:
+            return
         try:
-            self._socket.send_multipart([peer, *encode(reply)], flags=zmq.NOBLOCK)
+            self._socket.send_multipart([peer, *answer], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # The asker is gone or does not read; it asks again if it still cares.
             log.debug("an answer on the side channel was dropped: %s", error)
+
+    def _warn(self, error: TrustError) -> None:
+        now = time.monotonic()
+        if now >= self._next_trust_warning:
+            self._next_trust_warning = now + _TRUST_WARNING_S
+            log.warning("side channel: %s", error)
 
     def _answer(self, request: Request) -> Reply:
         identity = self._identity

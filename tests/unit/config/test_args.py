@@ -36,6 +36,7 @@ VALUES: dict[str, list[Any]] = {
     "role": ["colocated", "prefill", "decode"],
     "side_channel_host": ["127.0.0.1", "::1"],
     "side_channel_port": [0, 5600],
+    "cluster_secret_file": [None, "secret.txt"],
     "lease_s": [30.0, 12.5],
     "deadline_s": [10.0, 0.25],
     "on_failure": ["recompute", "fail"],

@@ -11,25 +11,27 @@ from tandem.cache.lease import LeaseTable
 from tandem.errors import ConfigError, HandshakeError
 from tandem.state.ticket import Ticket
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
-from tandem.transfer.protocol import PROTOCOL_VERSION, LeaseRequest, encode, version_tag
+from tandem.transfer.protocol import PROTOCOL_VERSION, version_tag
 from tandem.transfer.source import RankSource
 from tandem.transfer.ticket_client import TicketClient
 from tandem.transfer.ticket_server import TicketServer
 from tests.unit.transfer.memory import build_rank, hybrid
 from tests.unit.transfer.peers import identity, wait_for
 
+SECRET = b"a secret of at least 32 bytes, the same everywhere"
+
 
 class Prefill:
     """A prefill engine's side channel and lease table."""
 
-    def __init__(self, generation="g1", port=0, lease_s=5.0, config=None, tp=1):
+    def __init__(self, generation="g1", port=0, lease_s=5.0, config=None, tp=1, secret=SECRET):
         fabric = LocalFabric()
         self.memory = [build_rank(config or hybrid(), tp, rank, 16, 4) for rank in range(tp)]
         ranks = [RankSource(LocalAgent(fabric), rank.layout).info for rank in self.memory]
         self.leases = LeaseTable(lease_s=lease_s)
         self.generation = generation
         self.server = TicketServer(
-            "127.0.0.1", port, identity(config, "P", generation, tp), ranks, self.leases
+            "127.0.0.1", port, identity(config, "P", generation, tp), ranks, self.leases, secret
         )
         self.port = int(self.server.address.rpartition(":")[2])
 
@@ -69,7 +71,7 @@ def prefill():
 
 @pytest.fixture
 def client():
-    found = TicketClient(identity(engine_id="D"), deadline_s=3.0)
+    found = TicketClient(identity(engine_id="D"), deadline_s=3.0, secret=SECRET)
     yield found
     found.close(timeout_s=0.1)
 
@@ -302,7 +304,7 @@ def test_a_peer_of_another_version_is_refused_by_both_versions(prefill, client):
         other.setsockopt(zmq.LINGER, 0)
         port = other.bind_to_random_port("tcp://127.0.0.1")
         client.open("r", ticket_for(f"tcp://127.0.0.1:{port}"))
-        peer, tag, _ = other.recv_multipart()
+        peer, tag, *_ = other.recv_multipart()
         assert tag == version_tag(PROTOCOL_VERSION)
         other.send_multipart([peer, version_tag(9), b"?"])
         found = event(client)
@@ -317,9 +319,10 @@ def test_garbage_answers_are_dropped(client):
         peer, *_ = other.recv_multipart()
         for frames in (
             [b""],
-            [version_tag(), b"\xff"],
+            [version_tag(), b"M", b"\xff"],
+            [version_tag()],
             [b"x"] * 9,
-            encode(LeaseRequest(1, "", "")),
+            [version_tag(), b"C" + bytes(96), b""],
         ):
             other.send_multipart([peer, *frames])
         assert event(client).status == "failed"
@@ -340,7 +343,7 @@ def shared_prefill():
         garbage.setsockopt(zmq.LINGER, 0)
         garbage.connect(engine.server.address)
         yield engine, garbage
-        client = TicketClient(identity(engine_id="D"), deadline_s=5.0)
+        client = TicketClient(identity(engine_id="D"), deadline_s=5.0, secret=SECRET)
         client.open("r", engine.grant("after-garbage"))
         assert event(client).status == "open"
         client.close(timeout_s=0.1)
@@ -355,7 +358,7 @@ def test_a_request_of_another_version_gets_a_refusal(prefill):
         other.connect(engine.server.address)
         other.send_multipart([version_tag(9), b"hello in version 9"])
         assert other.poll(3000)
-        tag, payload = other.recv_multipart()
+        tag, _, payload = other.recv_multipart()
     assert tag == version_tag()
     assert b"protocol version 9" in payload
 
