@@ -2,16 +2,19 @@
 
 Memory of a sequence is in one of three hands, and goes back to the pool from each by its own call:
 active (a request that runs or is read into), held (a finished prefill under a lease), quarantined
-(a read that was given up while bytes may still arrive). All three count against capacity. It knows
-no policy (scheduler/) and no clocks (cache/lease.py).
+(a read that was given up while bytes may still arrive, or memory that was given back while a peer
+is still being sent its bytes). All three count against capacity. It knows no policy (scheduler/)
+and no clocks (cache/lease.py).
 
 With a prefix tree, full pages outlive their requests: *cached* pages belong to the tree, are read
 by any request that starts with their tokens, and give way, slabs and all, whenever somebody needs
 their memory. So they never count against capacity: what fits without them fits with them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from tandem.cache.pool import ArenaPool, PoolCounts
 from tandem.cache.prefix import PrefixNode, PrefixTree
@@ -84,6 +87,8 @@ class CacheManager:
         self._active: dict[str, SequenceState] = {}
         self._held: dict[str, SequenceState] = {}
         self._quarantined: dict[str, SequenceState] = {}
+        self._sends: Counter[str] = Counter()
+        self._sent: dict[str, list[SequenceState]] = {}  # given back while it was being sent
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens of one sequence need; 0 for a model without attention."""
@@ -195,9 +200,11 @@ class CacheManager:
         nothing may know of the pages that it had.
         """
         if self._tree is not None:
-            self._share(self._tree, self._active[request_id], token_ids)
+            self._share(self._tree, request_id, self._active[request_id], token_ids)
 
-    def _share(self, tree: PrefixTree, state: SequenceState, token_ids: Sequence[int]) -> None:
+    def _share(
+        self, tree: PrefixTree, request_id: str, state: SequenceState, token_ids: Sequence[int]
+    ) -> None:
         num_full = len(token_ids) // self.geometry.page_tokens
         num_shared = state.num_shared
         if num_full <= num_shared:
@@ -208,7 +215,8 @@ class CacheManager:
         duplicates = [own for own, page in zip(state.pages, shared, strict=False) if own != page]
         state.pages[:num_full] = shared
         state.path = path
-        self._pool.give_pages(duplicates)
+        if duplicates:
+            self._give(request_id, SequenceState(duplicates, None))
 
     def evict_all(self) -> int:
         """Drop every cached page that no request uses; returns how many."""
@@ -228,8 +236,8 @@ class CacheManager:
         lies complete in its pages: these stay cached."""
         state = _pop(self._active, request_id)
         if self._tree is not None:
-            self._share(self._tree, state, computed)
-        self._give(state)
+            self._share(self._tree, request_id, state, computed)
+        self._give(request_id, state)
 
     def hold(self, request_id: str) -> SequenceState:
         """Active -> held: the request is finished, a reader will fetch its state."""
@@ -243,7 +251,23 @@ class CacheManager:
 
     def release_held(self, request_id: str) -> None:
         """The lease has ended; no reader may use the memory any more."""
-        self._give(_pop(self._held, request_id))
+        self._give(request_id, _pop(self._held, request_id))
+
+    def begin_sending(self, request_id: str) -> bool:
+        """Until as many `end_sending`, nothing that the request owns or owned since is handed out
+        again, whatever becomes of it: peers are sent its bytes. False if it owns nothing."""
+        if request_id not in self._active and request_id not in self._held:
+            return False
+        self._sends[request_id] += 1
+        return True
+
+    def end_sending(self, request_id: str) -> None:
+        self._sends[request_id] -= 1
+        assert self._sends[request_id] >= 0, f"nothing of {request_id} is being sent"
+        if self._sends[request_id] == 0:
+            del self._sends[request_id]
+            for state in self._sent.pop(request_id, ()):
+                self._give_now(state)
 
     def quarantine(self, request_id: str) -> SequenceState:
         """Active -> quarantined: given up, but bytes of a posted read may still arrive."""
@@ -253,17 +277,18 @@ class CacheManager:
         return request_id in self._quarantined
 
     def quarantined_ids(self) -> tuple[str, ...]:
-        return tuple(self._quarantined)
+        """Whose memory waits for transfers that nobody needs any more."""
+        return (*self._quarantined, *self._sent)
 
     def drained(self, request_id: str) -> None:
         """No byte can arrive any more (terminal on every rank, or never posted): free it."""
-        self._give(_pop(self._quarantined, request_id))
+        self._give_now(_pop(self._quarantined, request_id))
 
     def counts(self) -> CacheCounts:
         return CacheCounts(
             active=_usage(self._active.values()),
             held=_usage(self._held.values()),
-            quarantined=_usage(self._quarantined.values()),
+            quarantined=_usage(chain(self._quarantined.values(), *self._sent.values())),
             cached=self._cached(),
             pool=self._pool.counts(),
         )
@@ -273,7 +298,13 @@ class CacheManager:
             return CachedPages()
         return CachedPages(self._tree.num_pages, self._tree.num_used, self._num_evicted)
 
-    def _give(self, state: SequenceState) -> None:
+    def _give(self, request_id: str, state: SequenceState) -> None:
+        if request_id in self._sends:
+            self._sent.setdefault(request_id, []).append(state)
+        else:
+            self._give_now(state)
+
+    def _give_now(self, state: SequenceState) -> None:
         self._pool.give_pages(state.own_pages)
         self._unpin(state.path)
         if state.slot is not None:

@@ -106,3 +106,69 @@ def test_models_with_one_kind_of_state(page_nbytes, slot_nbytes):
     assert cache.try_grow("a", 64)
     cache.release("a")
     assert cache.counts().is_idle
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_memory_that_is_being_sent_is_not_handed_out_again_before_the_last_end(is_held):
+    cache = manager(num_slabs=2)
+    idle = cache.counts()
+    state = cache.try_reserve("a", 33)
+    pages = set(state.pages)
+    assert cache.begin_sending("a")
+    assert cache.begin_sending("a")
+    if is_held:
+        cache.hold("a")
+        cache.release_held("a")
+    else:
+        cache.release("a")
+    assert cache.counts().quarantined == Usage(1, 3, 1)
+    assert cache.quarantined_ids() == ("a",)
+    assert not cache.counts().is_idle
+    assert cache.try_reserve("b", 1) is None
+    cache.end_sending("a")
+    assert cache.try_reserve("b", 1) is None
+    cache.end_sending("a")
+    assert cache.counts() == idle
+    assert pages <= set(cache.try_reserve("b", 64).pages)
+
+
+def test_what_is_sent_of_a_request_that_began_anew_is_kept_apart_from_what_it_has_now():
+    cache = manager(num_slabs=4)
+    first = set(cache.try_reserve("a", 40).pages)
+    assert cache.begin_sending("a")
+    cache.release("a")
+    again = cache.try_reserve("a", 40)
+    assert not first & set(again.pages)
+    cache.end_sending("a")
+    assert cache.counts().quarantined == Usage(0, 0, 0)
+    assert cache.state("a") is again
+    cache.release("a")
+    assert cache.counts().is_idle
+
+
+def test_pages_that_a_shared_prefix_replaces_are_kept_while_they_are_sent():
+    geometry = manager(num_slabs=4).geometry
+    cache = CacheManager(geometry, has_prefix_tree=True)
+    tokens = list(range(32))
+    cache.try_reserve("first", 32)
+    cache.release("first", tokens)
+    own = set(cache.try_reserve("second", 40).pages)
+    assert cache.begin_sending("second")
+    cache.share("second", tokens)
+    replaced = own - set(cache.state("second").pages)
+    assert len(replaced) == 2
+    others = cache.try_reserve("others", 16 * 6)
+    assert others is None or not replaced & set(others.pages)
+    assert cache.counts().quarantined == Usage(1, 2, 0)
+    cache.end_sending("second")
+    assert cache.counts().quarantined == Usage(0, 0, 0)
+
+
+def test_nothing_is_sent_of_who_owns_nothing():
+    cache = manager()
+    assert not cache.begin_sending("never")
+    cache.try_reserve("a", 16)
+    cache.quarantine("a")
+    assert not cache.begin_sending("a")
+    with pytest.raises(AssertionError, match="nothing of a is being sent"):
+        cache.end_sending("a")
