@@ -72,8 +72,20 @@ class SchedulerOptions:
         None, "prompt plus output tokens; default: model's, memory permitting"
     )
     budget_tokens: int = setting(2048, "tokens of one step; longer prompts are prefilled in chunks")
+    decode_graphs: str = setting(
+        "auto",
+        "decode steps recorded as CUDA graphs: auto (on a GPU, for numbers of rows up to "
+        "max_num_seqs), off, or the numbers of rows, as 1,8,64",
+    )
 
     def __post_init__(self) -> None:
+        rows = self.decode_graphs.split(",")
+        _require(
+            self.decode_graphs in ("auto", "off")
+            or all(item.isascii() and item.isdigit() and int(item) > 0 for item in rows),
+            f"decode_graphs={self.decode_graphs!r}; expected auto, off or numbers of rows as "
+            "1,8,64",
+        )
         _require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs}; expected at least 1")
         _require(self.budget_tokens > 0, f"budget_tokens={self.budget_tokens}; expected at least 1")
         _require(

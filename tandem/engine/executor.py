@@ -26,6 +26,7 @@ from tandem.engine.messages import (
     ToRank,
 )
 from tandem.errors import EngineDeadError
+from tandem.runner.model_runner import ModelRunner
 from tandem.runner.worker import Worker
 from tandem.scheduler.step import StepPlan, StepResult
 from tandem.transfer.layout import PeerInfo, RankInfo
@@ -57,6 +58,11 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig, num_slabs: int, engine_id: str) -> None:
         self._worker = Worker(config, rank=0, num_slabs=num_slabs, engine_id=engine_id)
         self.ranks = [self._worker.rank_info] if self._worker.rank_info is not None else []
+
+    @property
+    def runner(self) -> ModelRunner:
+        """For benchmarks, which ask it where the time went."""
+        return self._worker.runner
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._worker.execute(plan)

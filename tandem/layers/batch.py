@@ -21,6 +21,7 @@ class ForwardBatch:
         token_pages, token_offsets: int64 [T], page of each token and its row in that page.
         state: `state[layer][component]`, strided views of one arena: for a slot component
             [num_slots, units, *unit_shape], for K/V [num_pages, heads, 2, page_tokens, head_dim].
+        routing: None, or where each layer of experts leaves the choices of its tokens [T, k].
     """
 
     token_ids: torch.Tensor
@@ -34,6 +35,7 @@ class ForwardBatch:
     token_offsets: torch.Tensor
     num_decode: int
     state: Mapping[int, Mapping[str, torch.Tensor]]
+    routing: list[torch.Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -64,10 +64,10 @@ class OutputHead:
         self._vocab_size = vocab_size
         self._tp = tp
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] → fp32 [R, vocab], complete on every rank."""
-        logits = self._tp.all_gather(self._linear(hidden), dim=1)
-        return logits[:, : self._vocab_size].float()
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, hidden] → fp32 [R, vocab], complete on every rank; in `out` where it is given."""
+        logits = self._tp.all_gather(self._linear(hidden), dim=1)[:, : self._vocab_size]
+        return logits.float() if out is None else out.copy_(logits)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight: int64 [T], counted on this rank → [T, hidden]."""

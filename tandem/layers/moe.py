@@ -76,6 +76,8 @@ class Moe:
             config.normalize_weights,
             config.scaling_factor,
         )
+        if batch.routing is not None:
+            batch.routing.append(ids)
         inner = hidden if self._to_latent is None else self._to_latent(hidden)
         out = experts_mlp(inner, self._up, self._down, weights, ids, config.activation)
         if self._from_latent is not None:

@@ -131,9 +131,10 @@ class Decoder:
             return rms_norm(hidden, self._final_norm, self._eps)
         return add_rms_norm(hidden, residual, self._final_norm, self._eps)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result [R, hidden] → fp32 [R, vocab], complete on every rank."""
-        return self._head(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of `forward`'s result [R, hidden] → fp32 [R, vocab], complete on every rank; written
+        to `out` where it is given."""
+        return self._head(hidden, out)
 
 
 def _each(

@@ -3,7 +3,7 @@
 It allocates and views; who owns which page or slot is decided elsewhere (cache/).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,18 +18,27 @@ _PAGE_NBYTES_OF_OS = 4096
 
 
 @dataclass(frozen=True)
+class Padding:
+    """A slot and a page behind those of the geometry: nobody hands them out, no peer reads them."""
+
+    slot: int
+    page: int
+
+
+@dataclass(frozen=True)
 class Arena:
     """`buffer`: uint8, registered once with the transfer agent, alive as long as any peer may read.
 
     `views[layer][component]`: for a slot component [num_slots, units, *unit_shape]; for K/V
     [num_pages, heads, 2, page_tokens, head_dim]. All alias `buffer`; inner dimensions are
-    contiguous.
+    contiguous. With `padding` the views reach over two slabs more, behind `buffer`.
     """
 
     buffer: torch.Tensor
     spec: StateSpec
     geometry: ArenaGeometry
     views: dict[int, dict[str, torch.Tensor]]
+    padding: Padding | None = None
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -38,13 +47,22 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def build_arena(spec: StateSpec, geometry: ArenaGeometry, device: torch.device) -> Arena:
+def build_arena(
+    spec: StateSpec,
+    geometry: ArenaGeometry,
+    device: torch.device,
+    *,
+    has_padding: bool = False,
+) -> Arena:
     """Allocate the arena and its views. The bytes are not initialised: a first owner never reads.
+
+    has_padding: add a slot and a page for padding rows, zeroed.
 
     Raises: CapacityError when the device has no room for it.
     """
     # Room to start on an OS page: copies between processes and RDMA registration like it.
-    nbytes = geometry.arena_nbytes + _PAGE_NBYTES_OF_OS
+    viewed = replace(geometry, num_slabs=geometry.num_slabs + 2) if has_padding else geometry
+    nbytes = viewed.arena_nbytes + _PAGE_NBYTES_OF_OS
     try:
         raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch has no narrower class for a lack of host memory
@@ -55,13 +73,19 @@ def build_arena(spec: StateSpec, geometry: ArenaGeometry, device: torch.device) 
     if device.type == "cpu" and is_native_enabled():
         native.advise_huge_pages(raw)  # state updates stream through all of it
     skip = -raw.data_ptr() % _PAGE_NBYTES_OF_OS
-    buffer = raw[skip : skip + geometry.arena_nbytes]
+    memory = raw[skip : skip + viewed.arena_nbytes]
     views: dict[int, dict[str, torch.Tensor]] = {}
     for placed in spec.page:
-        views.setdefault(placed.layer, {})[placed.name] = _page_view(buffer, placed, geometry)
+        views.setdefault(placed.layer, {})[placed.name] = _page_view(memory, placed, viewed)
     for placed in spec.slot:
-        views.setdefault(placed.layer, {})[placed.name] = _slot_view(buffer, placed, geometry)
-    return Arena(buffer, spec, geometry, views)
+        views.setdefault(placed.layer, {})[placed.name] = _slot_view(memory, placed, viewed)
+    buffer = memory[: geometry.arena_nbytes]
+    padding = None
+    if has_padding:
+        memory[geometry.arena_nbytes :].zero_()
+        # The first slab behind the arena is pages, the second slots.
+        padding = Padding(geometry.num_slots + geometry.slots_per_slab, geometry.num_pages)
+    return Arena(buffer, spec, geometry, views, padding)
 
 
 def _page_view(

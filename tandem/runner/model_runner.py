@@ -1,12 +1,61 @@
 """Runs the plan of one step on one rank: inputs, model, sampling."""
 
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
 import torch
 
 from tandem.models.registry import Model
-from tandem.runner.inputs import InputBuilder
+from tandem.runner.graphs import DecodeGraphs
+from tandem.runner.inputs import HostBatch, InputBuilder, forward_batch
 from tandem.runner.memory import Arena
-from tandem.runner.sampler import sample
+from tandem.runner.sampler import SampledTokens, sample
+from tandem.runner.sampling_table import SamplingPlan, SamplingTable
+from tandem.runner.staging import Staging
 from tandem.scheduler.step import Sample, StepPlan, StepResult
+
+
+@dataclass
+class RunnerTimes:
+    """Seconds of the host since start: what it does itself, and what it waits for.
+
+    `model_s` is the computation on a CPU, the launches on a GPU.
+    """
+
+    num_steps: int = 0
+    inputs_s: float = 0.0
+    model_s: float = 0.0
+    sampling_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class PendingStep:
+    """A step whose work is on its way. Its tokens may be inputs of the next step before `result`
+    has brought them to the host."""
+
+    def __init__(
+        self,
+        step_id: int,
+        request_ids: list[str],
+        sampled: SampledTokens | None,
+        times: RunnerTimes,
+    ) -> None:
+        self._step_id = step_id
+        self._request_ids = request_ids
+        self._sampled = sampled
+        self._times = times
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        if self._sampled is None:
+            return StepResult(self._step_id, [])
+        start = time.perf_counter()
+        tokens, logprobs = self._sampled.wait()
+        self._times.wait_s += time.perf_counter() - start
+        samples = list(map(Sample, self._request_ids, tokens, logprobs))
+        return StepResult(self._step_id, samples)
 
 
 class ModelRunner:
@@ -16,36 +65,99 @@ class ModelRunner:
         model: this rank's share of the model.
         arena: this rank's pages and slots.
         inputs: this rank's per-request tables.
-        rank: 0 returns samples, others an empty result.
+        staging: how inputs get to the device.
+        sampling: parameters of requests, on the rank that samples; others return empty results.
+        sampled: int64 [most rows of a step], where tokens stay for the next step.
+        graphs: recorded decode steps; None runs every step launch by launch.
+
+    Pending tokens (scheduler.step.PENDING_TOKEN) are known to the rank that samples alone.
     """
 
-    def __init__(self, model: Model, arena: Arena, inputs: InputBuilder, rank: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        arena: Arena,
+        inputs: InputBuilder,
+        staging: Staging,
+        sampling: SamplingTable | None,
+        sampled: torch.Tensor,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._arena = arena
         self._inputs = inputs
-        self._rank = rank
+        self._staging = staging
+        self._sampling = sampling
+        self._sampled = sampled
+        self._graphs = graphs
+        self._routing: list[torch.Tensor] | None = None
+        self.times = RunnerTimes()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.submit(plan).result()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Start a step. On a GPU nothing is waited for."""
+        start = time.perf_counter()
         self._inputs.apply(plan)
         if not plan.chunks:
-            return StepResult(plan.step_id, [])
-        batch = self._inputs.build(plan.chunks, plan.num_decode, self._arena.views)
+            return self._pending(plan, [], None)
+        host = self._inputs.build(plan.chunks, plan.num_decode)
+        is_sampled = [chunk.sample for chunk in plan.chunks]
+        sampled = [row for row, wanted in enumerate(is_sampled) if wanted]
+        is_whole = len(sampled) == len(plan.chunks)
+        sampling: SamplingPlan | None = None
+        if sampled and self._sampling is not None:
+            sampling = self._inputs.plan_sampling(host.rows if is_whole else host.rows[sampled])
+        extra = {} if sampling is None else sampling.arrays
+        prepared = time.perf_counter()
+        greedy = None
+        if self._graphs is not None and self._graphs.takes(host) and self._routing is None:
+            logits, greedy, given = self._graphs.run(host, extra)
+            if not is_whole:
+                logits, greedy = logits[sampled], greedy[sampled]
+        else:
+            logits, given = self._run_eager(host, extra, sampled)
+        launched = time.perf_counter()
+        request_ids: list[str] = []
+        tokens: SampledTokens | None = None
+        if sampling is not None and self._sampling is not None:
+            request_ids = [plan.chunks[row].request_id for row in sampled]
+            given = {name: given[name] for name in extra}
+            tokens = sample(logits, sampling, given, self._sampling.counts, greedy)
+            self._sampled[: len(sampled)].copy_(tokens.tokens)
+        times = self.times
+        times.num_steps += 1
+        times.inputs_s += prepared - start
+        times.model_s += launched - prepared
+        times.sampling_s += time.perf_counter() - launched
+        return self._pending(plan, request_ids, tokens)
+
+    def _pending(
+        self, plan: StepPlan, request_ids: list[str], tokens: SampledTokens | None
+    ) -> PendingStep:
+        return PendingStep(plan.step_id, request_ids, tokens, self.times)
+
+    def _run_eager(
+        self, host: HostBatch, extra: Mapping[str, np.ndarray], sampled: list[int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(logits fp32 of the sampled rows, which sampling may change; `extra` on the device)."""
+        arrays = host.arrays() | dict(extra)
+        is_every_token = host.num_decode == len(sampled) == host.num_rows
+        if not is_every_token:
+            arrays["ends"] = host.query_start[1:][sampled].astype(np.int64) - 1
+        given = self._staging.send(arrays)
+        batch = forward_batch(given, host.num_decode, self._arena.views, self._sampled)
+        if self._routing is not None:
+            batch = replace(batch, routing=self._routing)
         hidden = self._model.forward(batch)
-        sampled = [row for row, chunk in enumerate(plan.chunks) if chunk.sample]
         if not sampled:
-            return StepResult(plan.step_id, [])
-        ends = batch.query_start[1:].long() - 1
-        if len(sampled) < len(plan.chunks):
-            ends = ends[sampled]
-        # The model may hand out a buffer of its own; sampling changes logits in place.
-        logits = self._model.logits(hidden[ends]).float()
-        if self._rank != 0:
-            return StepResult(plan.step_id, [])
-        request_ids = [plan.chunks[row].request_id for row in sampled]
-        tokens = sample(logits, self._inputs.sampling_states(request_ids))
-        samples = []
-        for request_id, token in zip(request_ids, tokens, strict=True):
-            self._inputs.append(request_id, token.token_id)
-            samples.append(Sample(request_id, token.token_id, token.logprob))
-        return StepResult(plan.step_id, samples)
+            return hidden, {}
+        hidden = hidden if is_every_token else hidden[given["ends"]]
+        return self._model.logits(hidden), given
+
+    def record_routing(self, routing: list[torch.Tensor] | None) -> None:
+        """From now on each layer of experts appends the choices of its tokens, int64 [T, k]; None
+        ends it. Such steps are not replayed from graphs."""
+        self._routing = routing

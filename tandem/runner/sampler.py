@@ -1,144 +1,167 @@
-"""Chooses the next token of each row from its logits.
+"""Chooses the next token of each row from its logits, on the device, all rows at once.
 
 A draw depends only on (seed, number of generated tokens, logits): not on neighbours, not on which
 engine runs it. So a seeded request gives the same text alone, in a batch, after preemption and
-across prefill and decode.
+across prefill and decode. The host waits for nothing here.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from tandem.scheduler.request import SamplingParams
+from tandem.runner.sampling_table import PenaltyCounts, SamplingPlan
+from tandem.runner.staging import Fetch
 from tandem.state.ticket import TokenLogprob
 
 # JSON has no infinity: the floor that stands for "impossible".
 LOGPROB_FLOOR = -9999.0
 
-
-@dataclass
-class SamplingState:
-    """What sampling one request needs: its parameters and the tokens that penalties count."""
-
-    params: SamplingParams
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    eos_token_ids: tuple[int, ...]
-    seed: int
-    prompt_unique: torch.Tensor | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.params.repetition_penalty != 1.0:
-            self.prompt_unique = torch.tensor(sorted(set(self.prompt_token_ids)), dtype=torch.int64)
+Tensors = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Sampled:
-    token_id: int
-    logprob: TokenLogprob | None
+class SampledTokens:
+    """Tokens of one step: on the device at once, on the host when they have arrived."""
+
+    def __init__(
+        self, plan: SamplingPlan, tokens: torch.Tensor, logprobs: torch.Tensor | None
+    ) -> None:
+        """tokens: int64 [R].    logprobs: fp64 [n, 1 + 2 K] of the rows that want them: that of
+        the token, the K best ones, their ids."""
+        self.tokens = tokens
+        self._plan = plan
+        values = tokens
+        if logprobs is not None:
+            values = torch.cat([tokens, logprobs.view(torch.int64).flatten()])
+        self._fetch = Fetch(values)
+
+    def wait(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Tokens and what is reported of them, in row order."""
+        plan = self._plan
+        values = self._fetch.wait()
+        tokens = values[: plan.num_rows].tolist()
+        logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+        if len(values) == plan.num_rows:
+            return tokens, logprobs
+        num_top = plan.max_logprobs
+        table = values[plan.num_rows :].view(np.float64).reshape(-1, 1 + 2 * num_top)
+        table = table.clip(min=LOGPROB_FLOOR)
+        places = plan.arrays["logprobs.index"].tolist()
+        for row, wanted, place in zip(table.tolist(), plan.num_logprobs, places, strict=True):
+            values_of, ids = row[1 : 1 + num_top], row[1 + num_top :]
+            top = tuple((int(ids[i]), values_of[i]) for i in range(min(wanted, num_top)))
+            logprobs[place] = TokenLogprob(logprob=row[0], top=top)
+        return tokens, logprobs
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingState]) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor,
+    plan: SamplingPlan,
+    given: Tensors,
+    counts: PenaltyCounts,
+    greedy: torch.Tensor | None = None,
+) -> SampledTokens:
     """Sample one token a row.
 
     Args:
         logits: fp32 [R, vocab]; changed in place for rows with penalties, bias or min_tokens.
-        rows: R sampling states, in row order.
+        plan, given: what the rows need, and its arrays on the device.
+        counts: of the requests with penalties; their new tokens are counted.
+        greedy: int64 [R], the best token of each row before any change, if it is known.
 
     Logprobs are those of the model after penalties and bias, before temperature and truncation.
     """
-    for index, row in enumerate(rows):
-        _adjust(logits[index], row)
-    if all(row.params.temperature == 0 for row in rows):
-        tokens = logits.argmax(dim=-1).tolist()
-    else:
-        greedy = logits.argmax(dim=-1).tolist()
-        tokens = [
-            greedy[index] if row.params.temperature == 0 else _draw(logits[index], row)
-            for index, row in enumerate(rows)
-        ]
-    logprobs: list[TokenLogprob | None] = [None] * len(rows)
-    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    if wanted:
-        table = torch.log_softmax(logits[wanted], dim=-1)
-        for place, index in enumerate(wanted):
-            logprobs[index] = _logprob(
-                table[place], tokens[index], rows[index].params.logprobs or 0
-            )
-    return [Sampled(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+    if "penalty.index" in given:
+        _penalize(logits, given, counts)
+    if "bias.row" in given:
+        where = (given["bias.row"], given["bias.token"])
+        logits[where] = logits[where] + given["bias.value"]
+    if "banned.row" in given:
+        logits[given["banned.row"], given["banned.token"]] = -torch.inf
+    is_changed = not given.keys().isdisjoint(("penalty.index", "bias.row", "banned.row"))
+    tokens = logits.argmax(dim=-1) if greedy is None or is_changed else greedy
+    if "random.index" in given:
+        index = given["random.index"]
+        if len(index) == len(tokens):
+            tokens = _draw(logits, plan, given)
+        else:
+            tokens = tokens.index_copy(0, index, _draw(logits[index], plan, given))
+    if "penalty.index" in given:
+        counts.count(given["penalty.slot"], tokens[given["penalty.index"]])
+    logprobs = None
+    if "logprobs.index" in given:
+        index = given["logprobs.index"]
+        logprobs = _logprobs(logits[index], tokens[index], plan.max_logprobs)
+    return SampledTokens(plan, tokens, logprobs)
 
 
-def _adjust(logits: torch.Tensor, row: SamplingState) -> None:
-    """Penalties (Keskar et al. 2019 for repetition; OpenAI's presence and frequency), bias,
-    min_tokens."""
-    params = row.params
-    device = logits.device
-    if params.repetition_penalty != 1.0:
-        assert row.prompt_unique is not None
-        output = torch.tensor(row.output_token_ids, dtype=torch.int64)
-        seen = torch.cat([row.prompt_unique, output]).unique().to(device)
-        values = logits[seen]
-        logits[seen] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
-    if (params.presence_penalty or params.frequency_penalty) and row.output_token_ids:
-        ids, counts = torch.tensor(row.output_token_ids, dtype=torch.int64).unique(
-            return_counts=True
-        )
-        penalty = params.presence_penalty + params.frequency_penalty * counts.float()
-        logits[ids.to(device)] -= penalty.to(device)
-    for token_id, bias in params.logit_bias.items():
-        logits[token_id] += bias
-    if len(row.output_token_ids) < params.min_tokens:
-        ends = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= set(row.eos_token_ids)
-        for token_id in ends:
-            logits[token_id] = -torch.inf
+def _penalize(logits: torch.Tensor, given: Tensors, counts: PenaltyCounts) -> None:
+    """Keskar et al. 2019 for repetition; OpenAI's presence and frequency."""
+    index, slots = given["penalty.index"], given["penalty.slot"]
+    generated = counts.generated[slots]  # [n, vocab]
+    is_generated = generated > 0
+    values = logits[index]
+    repetition = given["repetition"].unsqueeze(1)
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(is_generated | counts.is_in_prompt[slots], repeated, values)
+    presence = given["presence"].unsqueeze(1)
+    penalty = presence + given["frequency"].unsqueeze(1) * generated
+    logits[index] = torch.where(is_generated, values - penalty, values)
 
 
-def _draw(logits: torch.Tensor, row: SamplingState) -> int:
+def _draw(logits: torch.Tensor, plan: SamplingPlan, given: Tensors) -> torch.Tensor:
     """Temperature, then top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), one
-    uniform."""
-    params = row.params
-    probs = torch.softmax(logits.double() / params.temperature, dim=-1)
-    is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-    if is_cut:
-        # Stable: equal probabilities keep id order, so that every engine cuts the same set.
-        values, ids = probs.sort(descending=True, stable=True)
-        if params.top_k > 0:
-            values = values[: params.top_k]
-        if params.top_p < 1.0:
-            before = values.cumsum(0) - values
-            values = values[before < params.top_p * values.sum()]
-        if params.min_p > 0.0:
-            values = values[values >= params.min_p * values[0]]
+    uniform a row. Tokens stay in the order of their ids: nothing is sorted to draw.
+    """
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / given["temperature"].unsqueeze(1)
+    weights = scaled.exp()  # of the best token: 1
+    if "short.index" in given:
+        _cut(scaled, weights, given, "short.index", plan.max_top_k)
+    if "long.index" in given:
+        _cut(scaled, weights, given, "long.index", None)
+    weights = torch.where(weights < given["min_p"].unsqueeze(1), 0.0, weights)
+    ends = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = ends[:, -1]
+    # Rounding must not push the point past the last possible token.
+    last = torch.nextafter(total, torch.zeros_like(total))
+    points = torch.minimum(given["uniform"] * total, last)
+    places = torch.searchsorted(ends, points.unsqueeze(1), right=True).squeeze(1)
+    return places.clamp(max=logits.shape[1] - 1)
+
+
+def _cut(
+    scaled: torch.Tensor, weights: torch.Tensor, given: Tensors, name: str, num_best: int | None
+) -> None:
+    """Set to zero the weights that top-k and top-p cut off, in the rows that `name` lists.
+
+    Equal tokens are cut from the highest id on, so that every engine cuts the same set.
+    num_best: how many of the best decide it; None for all.
+    """
+    index = given[name]
+    own = scaled[index]  # [n, vocab]
+    if num_best is None:
+        best = own.sort(dim=-1, descending=True).values
     else:
-        values, ids = probs, None
-    total = values.cumsum(0)
-    point = _uniform(row.seed, len(row.output_token_ids)) * float(total[-1])
-    place = int(torch.searchsorted(total, point, right=True))
-    place = min(place, len(values) - 1)
-    if float(values[place]) == 0.0:  # rounding pushed the point past the last possible token
-        place = int(values.nonzero()[-1])
-    return place if ids is None else int(ids[place])
+        best = own.topk(num_best, dim=-1).values
+    places = torch.arange(best.shape[1], device=best.device)
+    is_kept = places < given["top_k"][index].unsqueeze(1)
+    mass = best.exp().double() * is_kept
+    before = mass.cumsum(dim=-1) - mass
+    top_p = given["top_p"][index].unsqueeze(1)
+    is_kept &= before < top_p * mass.sum(dim=-1, keepdim=True)
+    num_kept = is_kept.sum(dim=-1, keepdim=True).clamp(min=1)
+    worst = best.gather(1, num_kept - 1)
+    is_above, is_equal = own > worst, own == worst
+    num_equal = num_kept - is_above.sum(dim=-1, keepdim=True)
+    is_equal &= is_equal.cumsum(dim=-1) <= num_equal
+    weights[index] = torch.where(is_above | is_equal, weights[index], 0.0)
 
 
-def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from a counter-based generator (Philox, Salmon et al. 2011)."""
-    generator = np.random.Philox(key=seed & (2**64 - 1), counter=position)
-    return float(np.random.Generator(generator).random())
-
-
-def _logprob(row: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    def finite(value: float) -> float:
-        return max(value, LOGPROB_FLOOR)
-
-    values, ids = row.topk(num_top) if num_top else (row[:0], row[:0])
-    top = tuple(
-        (int(index), finite(float(value)))
-        for value, index in zip(values.tolist(), ids.tolist(), strict=True)
-    )
-    return TokenLogprob(logprob=finite(float(row[token_id])), top=top)
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
+    """fp64 [n, 1 + 2 K]: see SampledTokens."""
+    table = torch.log_softmax(logits, dim=-1)
+    parts = [table.gather(1, tokens.unsqueeze(1))]
+    if num_top:
+        best = table.topk(num_top, dim=-1)
+        parts += [best.values, best.indices]
+    return torch.cat([part.double() for part in parts], dim=1)

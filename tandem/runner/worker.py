@@ -10,19 +10,22 @@ from tandem.config.model import ModelConfig, load_model_config
 from tandem.errors import EngineDeadError
 from tandem.layers.parallel import ProcessGroup, SingleRank, TensorParallel
 from tandem.log import get_logger
-from tandem.models.registry import load_model
+from tandem.models.registry import Model, load_model
 from tandem.ops import native
 from tandem.ops.dispatch import is_native_enabled
+from tandem.runner.graphs import CudaRecorder, DecodeGraphs, run_again
 from tandem.runner.inputs import InputBuilder
 from tandem.runner.memory import Arena, build_arena
 from tandem.runner.model_runner import ModelRunner
+from tandem.runner.sampling_table import SamplingTable
+from tandem.runner.staging import Staging
 from tandem.scheduler.step import StepPlan, StepResult
 from tandem.state.arena import build_geometry
 from tandem.state.spec import build_state_spec
 from tandem.transfer.layout import PeerInfo, RankInfo, RankLayout
 from tandem.transfer.mover import MoveCommand, MoveEvent, RankMover
 from tandem.transfer.source import RankSource
-from tandem.units import format_nbytes
+from tandem.units import ceil_div, format_nbytes
 
 log = get_logger(__name__)
 
@@ -36,6 +39,56 @@ def model_config(config: EngineConfig) -> ModelConfig:
 def num_threads(config: EngineConfig) -> int:
     """Compute threads of each rank."""
     return config.parallel.threads or max(1, (os.cpu_count() or 1) // config.parallel.tp)
+
+
+def _graph_rows(config: EngineConfig, device: torch.device) -> list[int] | None:
+    """Numbers of rows whose decode steps are recorded; empty: chosen by the most rows. None: none
+    is."""
+    setting = config.scheduler.decode_graphs
+    if setting == "off" or (setting == "auto" and device.type != "cuda"):
+        return None
+    return [] if setting == "auto" else [int(rows) for rows in setting.split(",")]
+
+
+@torch.inference_mode()
+def _build_runner(
+    config: EngineConfig,
+    model: ModelConfig,
+    loaded: Model,
+    arena: Arena,
+    rank: int,
+    buckets: list[int] | None,
+) -> ModelRunner:
+    """The runner of one rank. Recording decode steps takes seconds."""
+    device, geometry = arena.buffer.device, arena.geometry
+    # As in the engine's sizing: no more rows than slots, no sequence longer than all pages.
+    max_rows = config.scheduler.max_num_seqs
+    if geometry.num_slots:
+        max_rows = min(max_rows, geometry.num_slots)
+    length = config.scheduler.max_model_len or model.max_position
+    max_pages = max(1, min(ceil_div(length, geometry.page_tokens), geometry.num_pages))
+    staging = Staging(device)
+    sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
+    graphs = None
+    if buckets is not None:
+        assert arena.padding is not None
+        graphs = DecodeGraphs(
+            loaded,
+            arena.views,
+            padding=arena.padding,
+            max_rows=max_rows,
+            max_pages=max_pages,
+            vocab_size=model.vocab_size,
+            sampled=sampled,
+            staging=staging,
+            record=CudaRecorder(device) if device.type == "cuda" else run_again,
+            buckets=sorted({min(rows, max_rows) for rows in buckets}),
+        )
+    sampling = None
+    if rank == 0:
+        sampling = SamplingTable(model.vocab_size, model.eos_token_ids, device)
+    inputs = InputBuilder(geometry.page_tokens, sampling)
+    return ModelRunner(loaded, arena, inputs, staging, sampling, sampled, graphs)
 
 
 class Worker:
@@ -87,7 +140,10 @@ class Worker:
         self._parallel = parallel
         is_random = config.model_options.load_format == "random"
         loaded = load_model(config.model, model, parallel, self._device, is_random=is_random)
-        self._arena: Arena = build_arena(spec, geometry, self._device)
+        buckets = _graph_rows(config, self._device)
+        self._arena: Arena = build_arena(
+            spec, geometry, self._device, has_padding=buckets is not None
+        )
         log.info(
             "arena of %s: %d slabs, %d pages or %d slots",
             format_nbytes(geometry.arena_nbytes),
@@ -95,8 +151,7 @@ class Worker:
             geometry.num_pages,
             geometry.num_slots,
         )
-        inputs = InputBuilder(config.cache.page_tokens, model.eos_token_ids, self._device)
-        self._runner = ModelRunner(loaded, self._arena, inputs, rank)
+        self.runner = _build_runner(config, model, loaded, self._arena, rank, buckets)
         self._source: RankSource | None = None
         self._reader: RankMover | None = None
         if config.transfer.role != "colocated":
@@ -126,7 +181,7 @@ class Worker:
         return self._source.info if self._source is not None else None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return self._runner.execute(plan)
+        return self.runner.execute(plan)
 
     def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
         """Start a read on the transfer thread, which meets the peer first if it has not."""

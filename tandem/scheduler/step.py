@@ -9,6 +9,10 @@ import msgspec
 from tandem.scheduler.request import SamplingParams
 from tandem.state.ticket import TokenLogprob
 
+# Stands for the token that the step before this one samples for the request: workers have it on
+# their device before the host knows it.
+PENDING_TOKEN = -1
+
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that workers hear of for the first time. `generated`: tokens produced before."""

@@ -31,6 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "max_num_seqs": [64, 1],
     "max_model_len": [None, 2, 100000],
     "budget_tokens": [2048, 1],
+    "decode_graphs": ["auto", "off", "1,8,64"],
     "tp": [1, 8],
     "threads": [0, 3],
     "role": ["colocated", "prefill", "decode"],

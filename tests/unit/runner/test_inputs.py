@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tandem.layers.batch import ForwardBatch
-from tandem.runner.inputs import InputBuilder
+from tandem.runner.inputs import InputBuilder, forward_batch
+from tandem.runner.sampling_table import SamplingTable
+from tandem.runner.staging import Staging
 from tandem.scheduler.request import SamplingParams
-from tandem.scheduler.step import Chunk, NewRequest, StepPlan
+from tandem.scheduler.step import PENDING_TOKEN, Chunk, NewRequest, StepPlan
 
 PAGE_TOKENS = 8
 SAMPLING = SamplingParams(temperature=0, seed=1)
@@ -14,7 +16,7 @@ SAMPLING = SamplingParams(temperature=0, seed=1)
 
 @pytest.fixture
 def builder() -> InputBuilder:
-    return InputBuilder(PAGE_TOKENS, (2,), torch.device("cpu"))
+    return InputBuilder(PAGE_TOKENS, SamplingTable(50, (2,), torch.device("cpu")))
 
 
 def new(request_id: str, **fields: object) -> NewRequest:
@@ -44,7 +46,8 @@ def apply(
 ) -> ForwardBatch:
     plan = StepPlan(0, list(forget), list(new_requests), chunks, num_decode)
     builder.apply(plan)
-    return builder.build(plan.chunks, num_decode, {})
+    host = builder.build(plan.chunks, num_decode)
+    return forward_batch(Staging(torch.device("cpu")).send(host.arrays()), num_decode, {})
 
 
 def test_a_mixed_batch_is_laid_out_row_after_row(builder: InputBuilder) -> None:
@@ -123,29 +126,50 @@ def test_a_model_without_attention_has_no_pages(builder: InputBuilder) -> None:
 
 
 def test_what_is_forgotten_is_unknown_and_may_come_anew(builder: InputBuilder) -> None:
-    apply(builder, [chunk("a", 0, [1], pages=[1])], new_requests=(new("a"),))
-    builder.append("a", 9)
-    # Forgotten and announced again in one plan: the new one counts.
-    apply(
+    apply(builder, [chunk("a", 0, [1] * 20, pages=[1, 8, 9])], new_requests=(new("a"),))
+    # Forgotten and announced again in one plan: the new one counts, and takes over the row.
+    batch = apply(
         builder,
-        [chunk("a", 0, [1], pages=[2])],
-        new_requests=(new("a", generated=[4, 5]),),
+        [chunk("a", 0, [1], pages=[2]), chunk("b", 0, [3], pages=[4])],
+        new_requests=(new("a"), new("b")),
         forget=("a", "never known"),
     )
-    (state,) = builder.sampling_states(["a"])
-    assert state.output_token_ids == [4, 5]
+    assert batch.page_table.tolist() == [[2], [4]]
     builder.apply(StepPlan(1, ["a"], [], [], 0))
     with pytest.raises(KeyError):
-        builder.sampling_states(["a"])
+        builder.build([chunk("a", 1, [1])], 1)
 
 
-def test_sampled_tokens_are_counted(builder: InputBuilder) -> None:
-    generated = [4]
-    announced = new("a", prompt_token_ids=[1, 2, 1], generated=generated)
-    apply(builder, [chunk("a", 0, [1], pages=[1])], new_requests=(announced,))
-    builder.append("a", 5)
-    (state,) = builder.sampling_states(["a"])
-    assert state.output_token_ids == [4, 5]
-    assert generated == [4]  # the plan is not ours to change
-    assert state.prompt_token_ids == [1, 2, 1]
-    assert (state.seed, state.eos_token_ids) == (1, (2,))
+def test_many_requests_keep_their_own_pages(builder: InputBuilder) -> None:
+    """More than the tables begin with, some gone in between."""
+    names = [f"r{index}" for index in range(100)]
+    chunks = [chunk(name, 0, [index], pages=[1000 + index]) for index, name in enumerate(names)]
+    apply(builder, chunks, new_requests=tuple(map(new, names)))
+    gone = tuple(names[::3])
+    more = [f"s{index}" for index in range(40)]
+    late = [chunk(name, 0, [7], pages=[5000 + index]) for index, name in enumerate(more)]
+    apply(builder, late, new_requests=tuple(map(new, more)), forget=gone)
+    left = [name for name in names if name not in gone]
+    batch = apply(builder, [chunk(name, 1, [9]) for name in left], num_decode=len(left))
+    assert batch.page_table.flatten().tolist() == [1000 + int(name[1:]) for name in left]
+    batch = apply(builder, [chunk(name, 1, [9]) for name in more], num_decode=len(more))
+    assert batch.page_table.flatten().tolist() == [5000 + index for index in range(40)]
+
+
+def test_a_pending_token_is_the_one_that_the_step_before_sampled(builder: InputBuilder) -> None:
+    apply(
+        builder,
+        [chunk(name, 0, [1, 2], pages=[3]) for name in "abc"],
+        new_requests=tuple(map(new, "abc")),
+    )
+    first = builder.build([chunk(name, 0, [1, 2]) for name in "cab"], 0)
+    builder.plan_sampling(first.rows)
+    chunks = [chunk("a", 2, [PENDING_TOKEN]), chunk("c", 2, [40]), chunk("b", 2, [PENDING_TOKEN])]
+    host = builder.build(chunks, 3)
+    tensors = Staging(torch.device("cpu")).send(host.arrays())
+    sampled = torch.tensor([30, 10, 20])  # of c, a, b
+    assert forward_batch(tensors, 3, {}, sampled).token_ids.tolist() == [10, 40, 20]
+    # Sampled again for others: what "a" had is no longer there.
+    builder.plan_sampling(host.rows[1:])
+    with pytest.raises(AssertionError, match="not just sampled"):
+        builder.build(chunks[:1], 1)

@@ -3,18 +3,41 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.runner.sampler import LOGPROB_FLOOR, SamplingState, sample
+from tandem.runner import sampler
+from tandem.runner.philox import philox, uniforms
+from tandem.runner.sampler import LOGPROB_FLOOR
+from tandem.runner.sampling_table import SamplingTable
 from tandem.scheduler.request import SamplingParams
+from tandem.state.ticket import TokenLogprob
 
+CPU = torch.device("cpu")
 VOCAB = 16
 EOS = 2
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -8.0] + [-30.0] * 8)
+
+
+@dataclass
+class State:
+    """One request, as a worker hears of it."""
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    token_id: int
+    logprob: TokenLogprob | None
 
 
 def state(
@@ -22,17 +45,26 @@ def state(
     prompt: tuple[int, ...] = (3,),
     output: tuple[int, ...] = (),
     **params: object,
-) -> SamplingState:
-    return SamplingState(
-        params=SamplingParams(**params),
-        prompt_token_ids=list(prompt),
-        output_token_ids=list(output),
-        eos_token_ids=(EOS,),
-        seed=seed,
-    )
+) -> State:
+    return State(SamplingParams(seed=seed, **params), list(prompt), list(output))
 
 
-def draw(row: SamplingState, logits: torch.Tensor = LOGITS) -> int:
+def sample(logits: torch.Tensor, rows: Sequence[State]) -> list[Result]:
+    """Sample for these requests, of which nothing was heard before."""
+    table = SamplingTable(logits.shape[1], (EOS,), CPU)
+    for row, item in enumerate(rows):
+        table.set(row, item.params, item.prompt_token_ids, item.output_token_ids)
+    return sample_again(table, logits, len(rows))
+
+
+def sample_again(table: SamplingTable, logits: torch.Tensor, num_rows: int) -> list[Result]:
+    plan = table.plan(np.arange(num_rows))
+    given = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
+    tokens, logprobs = sampler.sample(logits, plan, given, table.counts).wait()
+    return list(map(Result, tokens, logprobs))
+
+
+def draw(row: State, logits: torch.Tensor = LOGITS) -> int:
     return sample(logits.clone()[None], [row])[0].token_id
 
 
@@ -50,7 +82,7 @@ def assert_distribution(counts: Counter, probs: torch.Tensor) -> None:
         assert abs(counts[token] - total * prob) <= spread, (token, counts[token], total * prob)
 
 
-def adjusted(logits: torch.Tensor, row: SamplingState) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, row: State) -> torch.Tensor:
     """Logits after penalties, bias and masks, which sampling writes into its argument."""
     logits = logits.clone()[None]
     sample(logits, [row])
@@ -133,6 +165,25 @@ def test_impossible_tokens_are_never_drawn() -> None:
     assert set(draws(300, logits, top_p=0.999999)) <= {7, 9}
 
 
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {}])
+def test_rows_with_and_without_cuts_do_not_see_each_other(params: dict) -> None:
+    own = [state(seed, **params) for seed in range(100)]
+    alone = [item.token_id for item in sample(LOGITS.repeat(100, 1), own)]
+    others = [{"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.0}, {"min_p": 0.5}, {"top_k": 1}]
+    rows = []
+    for seed, row in enumerate(own):
+        rows += [row, state(seed, **others[seed % len(others)])]
+    assert [item.token_id for item in sample(LOGITS.repeat(200, 1), rows)][::2] == alone
+
+
+def test_a_top_k_beyond_the_short_selection_is_exact() -> None:
+    """The whole vocabulary is sorted then."""
+    logits = -torch.arange(3000.0) / 1000
+    tokens = {draw(state(seed, top_k=2000), logits) for seed in range(400)}
+    assert max(tokens) < 2000
+    assert max(tokens) > 1024
+
+
 # --- seeds ---
 
 
@@ -153,7 +204,7 @@ def test_a_draw_depends_on_its_seed_and_position_alone() -> None:
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**31))
 def test_every_seed_and_position_gives_a_token(seed: int, position: int) -> None:
     row = state(seed)
-    row.output_token_ids = range(position)  # type: ignore[assignment]
+    row.output_token_ids = range(position)
     assert 0 <= draw(row) < VOCAB
 
 
@@ -161,10 +212,34 @@ def test_the_draws_of_one_seed_follow_the_distribution() -> None:
     rows = []
     for position in range(3000):
         row = state(seed=3)
-        row.output_token_ids = range(position)  # type: ignore[assignment]
+        row.output_token_ids = range(position)
         rows.append(row)
     counts = Counter(item.token_id for item in sample(LOGITS.repeat(3000, 1), rows))
     assert_distribution(counts, torch.softmax(LOGITS.double(), 0))
+
+
+def test_uniforms_are_those_of_the_published_generator() -> None:
+    """The known answers of its authors, and 53 bits of the first two words."""
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    zeros = np.zeros((4, 1), dtype=np.uint64)
+    assert philox(zeros[:2], zeros)[:, 0].tolist() == words
+    full = np.full((4, 1), 0xFFFFFFFF, dtype=np.uint64)
+    assert philox(full[:2], full)[:, 0].tolist() == [
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    ]
+    expected = ((words[0] << 32 | words[1]) >> 11) / 2**53
+    assert uniforms(np.array([0], np.uint64), np.array([0])).tolist() == [expected]
+
+
+def test_positions_and_seeds_beyond_32_bits_are_told_apart() -> None:
+    seeds = np.array([7, 7, 7 + (1 << 32), 7], dtype=np.uint64)
+    positions = np.array([1, 1 + (1 << 32), 1, 1])
+    numbers = uniforms(seeds, positions).tolist()
+    assert numbers[0] == numbers[3]
+    assert len(set(numbers)) == 3
 
 
 # --- penalties, bias, masks ---
@@ -201,11 +276,17 @@ def test_repetition_counts_prompt_and_generated_tokens_once_each() -> None:
 def test_penalties_are_the_same_wherever_the_first_tokens_were_made() -> None:
     """As on a decode engine, which gets them with the request."""
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.2}
-    grown = state(output=(), **params)
+    grown = state(temperature=0, **params)
+    table = SamplingTable(VOCAB, (EOS,), CPU)
+    table.set(0, grown.params, grown.prompt_token_ids, [])
     for token in (4, 5, 4):
-        grown.output_token_ids.append(token)
-    given_before = state(output=(4, 5, 4), **params)
-    assert torch.equal(adjusted(LOGITS, grown), adjusted(LOGITS, given_before))
+        best = LOGITS.clone()
+        best[token] = 50.0
+        assert [item.token_id for item in sample_again(table, best[None], 1)] == [token]
+    logits = LOGITS.clone()[None]
+    sample_again(table, logits, 1)
+    given_before = state(temperature=0, output=(4, 5, 4), **params)
+    assert torch.equal(logits[0], adjusted(LOGITS, given_before))
 
 
 def test_logit_bias_is_added() -> None:
