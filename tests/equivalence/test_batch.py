@@ -34,7 +34,7 @@ def requests() -> list[EngineRequest]:
             sampling = SamplingParams(
                 temperature=0.8,
                 top_p=0.95,
-                seed=index,
+                seed=100 + index,
                 repetition_penalty=1.2,
                 max_tokens=max_tokens,
                 logprobs=2,
