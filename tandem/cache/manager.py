@@ -218,6 +218,10 @@ class CacheManager:
         if duplicates:
             self._give(request_id, SequenceState(duplicates, None))
 
+    def is_shared(self, page: int) -> bool:
+        """Whether the page is full and the tree's: nobody writes it."""
+        return self._tree is not None and page in self._tree
+
     def evict_all(self) -> int:
         """Drop every cached page that no request uses; returns how many."""
         num_evicted = 0

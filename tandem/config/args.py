@@ -1,6 +1,7 @@
 """Command-line flags generated from the settings' sections (config/engine.py).
 
-One field, one flag: `max_num_seqs` -> `--max-num-seqs`. It knows no command.
+One field, one flag: `max_num_seqs` -> `--max-num-seqs`, and `--no-...` to turn one off that is a
+matter of yes or no. It knows no command.
 """
 
 import inspect
@@ -33,6 +34,10 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def _off(flag: str) -> str:
+    return "--no-" + flag.removeprefix("--")
+
+
 def setting_names() -> list[str]:
     """Every setting, in the order of its section."""
     return [item.name for section in SECTIONS.values() for item in fields(section)]
@@ -44,7 +49,9 @@ def flag_parameters() -> list[inspect.Parameter]:
     for section in SECTIONS.values():
         hints = typing.get_type_hints(section)
         for item in fields(section):
-            option = typer.Option(flag_name(item.name), help=item.metadata["help"])
+            flag = flag_name(item.name)
+            names = f"{flag}/{_off(flag)}" if hints[item.name] is bool else flag
+            option = typer.Option(names, help=item.metadata["help"])
             parameters.append(
                 inspect.Parameter(
                     item.name,
@@ -77,6 +84,11 @@ def command_line(config: EngineConfig) -> list[str]:
         value = getattr(config, name)
         for item in fields(section):
             setting = getattr(value, item.name)
-            if setting != item.default:
-                words += [flag_name(item.name), str(setting)]
+            flag = flag_name(item.name)
+            if setting == item.default:
+                continue
+            if isinstance(setting, bool):
+                words.append(flag if setting else _off(flag))
+            else:
+                words += [flag, str(setting)]
     return words

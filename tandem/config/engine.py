@@ -49,6 +49,7 @@ class CacheOptions:
         None,
         "arena of each rank, MiB; default: what max_num_seqs needs, a quarter of memory at most",
     )
+    prefix_cache: bool = setting(True, "decode engines keep full pages of K/V for later requests")
 
     def __post_init__(self) -> None:
         _require(

@@ -59,7 +59,11 @@ class EngineCore:
         self._engine_id = f"{config.transfer.role}-{uuid.uuid4().hex[:8]}"
         self._generation = uuid.uuid4().hex
         self._eos_token_ids = frozenset(self._model.eos_token_ids)
-        self._cache = CacheManager(sizing.geometry)
+        # Without a peer's slot, K/V alone cannot be continued: only reads can use the tree.
+        self._cache = CacheManager(
+            sizing.geometry,
+            has_prefix_tree=config.cache.prefix_cache and config.transfer.role == "decode",
+        )
         self._slot = sizing.spec.slot
         self._scheduler = Scheduler(
             self._cache,
@@ -277,7 +281,12 @@ class EngineCore:
             assert request.ticket is not None
             state = self._cache.state(request.request_id)
             num_pages = self._cache.pages_for(request.ticket.num_tokens)
-            reads.start(request.request_id, state.pages[:num_pages], state.slot)
+            reads.start(
+                request.request_id,
+                state.pages[:num_pages],
+                state.slot,
+                start_token=request.num_cached_tokens,
+            )
         for outcome in reads.advance():
             if outcome.is_ready:
                 self._scheduler.on_read_ready(outcome.request_id)
@@ -311,6 +320,10 @@ class EngineCore:
         return self._scheduler.cancel(plan)
 
     # --- what is going on ---
+
+    def flush_prefix_cache(self) -> int:
+        """Drop the cached pages that no request uses; returns how many."""
+        return self._cache.evict_all()
 
     def not_ready(self) -> str | None:
         """Why this engine should get no requests now.
@@ -354,11 +367,13 @@ class EngineCore:
             "failed_reads_total": counts.failed_reads_total,
             "prompt_tokens_total": counts.prompt_tokens_total,
             "output_tokens_total": counts.output_tokens_total,
+            "prefix_tokens_total": counts.prefix_tokens_total,
+            "prefix_hit_tokens_total": counts.prefix_hit_tokens_total,
             "is_idle": float(cache.is_idle),
         }
         for name, value in asdict(cache.pool).items():
             stats[f"pool_{name}"] = value
-        for owner in ("active", "held", "quarantined"):
+        for owner in ("active", "held", "quarantined", "cached"):
             for name, value in asdict(getattr(cache, owner)).items():
                 stats[f"{owner}_{name}"] = value
         if self._holds is not None:

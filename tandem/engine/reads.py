@@ -38,6 +38,7 @@ class _Read:
     peer: PeerInfo | None = None  # once the ticket is open
     pages: list[int] | None = None  # once memory is reserved
     slot: int | None = None
+    start_token: int = 0
     started: float = 0.0
     deadline: float = math.inf
     is_posted: bool = False
@@ -116,10 +117,14 @@ class ReadDesk:
         self._reads[request_id] = _Read(ticket)
         self._client.open(request_id, ticket)
 
-    def start(self, request_id: str, pages: list[int], slot: int | None) -> None:
-        """Read into pages and slot, which stay reserved until an outcome says so."""
+    def start(
+        self, request_id: str, pages: list[int], slot: int | None, *, start_token: int = 0
+    ) -> None:
+        """Read into pages and slot, which stay reserved until an outcome says so. The pages before
+        `start_token`, the first token of a page, hold their K/V already and are not touched."""
         read = self._reads[request_id]
         read.pages, read.slot, read.started = pages, slot, self._clock()
+        read.start_token = start_token
 
     def abandon(self, request_id: str) -> bool:
         """The request is over. True if its memory is quiet now; else drained() tells later."""
@@ -162,7 +167,7 @@ class ReadDesk:
             request_id=request_id,
             peer=peer.key,
             part=0,
-            start_token=0,
+            start_token=read.start_token,
             stop_token=read.ticket.num_tokens,
             src_pages=read.ticket.pages,
             src_slot=read.ticket.slot,
@@ -231,5 +236,6 @@ class ReadDesk:
         self.totals.page_nbytes += read.nbytes - slot_nbytes
         self.totals.read_seconds += read.read_s
         self.totals.num_descriptors += read.num_descriptors
-        self.totals.num_pages += len(read.ticket.pages)
+        page_tokens = read.ticket.page_tokens
+        self.totals.num_pages += len(read.ticket.pages) - read.start_token // page_tokens
         self.totals.seconds += seconds

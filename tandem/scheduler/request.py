@@ -170,6 +170,7 @@ class Request:
     num_preemptions: int = 0
     serial: int = 0  # order of arrival in this scheduler
     num_sent_pages: int = 0  # pages that workers know of, counted from the first
+    num_cached_tokens: int = 0  # whose pages were here when memory was reserved: not to be read
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -10,6 +10,10 @@ Three rules keep it free of deadlock:
 - Decode rows alone grow. Without a free page, the youngest running request gives up everything and
   comes back by recompute; the oldest one therefore always advances.
 - What ends by itself (reads, leases, quarantine) is waited for, never preempted.
+
+With a prefix tree in the cache, a request that reads its state shares the full pages of its prompt
+that are there, and leaves its own full pages there. A request that computes takes all pages anew:
+K/V without the recurrent state behind it cannot be continued, and shared pages are never written.
 """
 
 from collections import OrderedDict
@@ -47,6 +51,8 @@ class SchedulerCounts:
     failed_reads_total: int
     prompt_tokens_total: int  # fed through the model, recomputed ones included
     output_tokens_total: int  # sampled here
+    prefix_tokens_total: int  # of prompts whose state was to be read
+    prefix_hit_tokens_total: int  # of these, K/V that was here already
     cache: CacheCounts
 
 
@@ -87,12 +93,22 @@ class Scheduler:
         self._forget: list[str] = []
         self._plan: StepPlan | None = None
         self._planned: dict[str, Request] = {}  # requests of the plan that runs now
-        # Ended while the plan that runs now still writes to their memory: freed after it.
-        self._release_after_plan: list[str] = []
+        # Ended while the plan that runs now still writes to their memory: freed after it. With the
+        # tokens whose pages it does not write.
+        self._release_after_plan: dict[str, list[int]] = {}
         self._num_steps = 0
         self._num_added = 0
         self._totals = dict.fromkeys(
-            ("finished", "aborted", "preempted", "failed_reads", "prompt_tokens", "output_tokens"),
+            (
+                "finished",
+                "aborted",
+                "preempted",
+                "failed_reads",
+                "prompt_tokens",
+                "output_tokens",
+                "prefix_tokens",
+                "prefix_hit_tokens",
+            ),
             0,
         )
 
@@ -144,7 +160,8 @@ class Scheduler:
             return None
         self._totals["aborted"] += 1
         self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
-        self._drop(request)
+        # Stop strings end answers by an abort: what was computed is as good as a finished one's.
+        self._drop(request, self._computed(request))
         return request
 
     def fail(self, request_id: str, error: str) -> Request | None:
@@ -162,16 +179,20 @@ class Scheduler:
             )
         )
         self._totals["finished"] += 1
-        self._drop(request)
+        self._drop(request, [])
         return request
 
-    def _drop(self, request: Request) -> None:
+    def _computed(self, request: Request) -> list[int]:
+        """The tokens whose K/V is complete, for the cache."""
+        return request.token_ids(0, request.num_computed) if self.cache.has_prefix_tree else []
+
+    def _drop(self, request: Request, computed: list[int]) -> None:
         request_id = request.request_id
         if request.state is RequestState.READING:
             self._quarantine(request)
         elif request.state is RequestState.RUNNING:
             del self._running[request_id]
-            self._release(request_id)
+            self._release(request_id, computed)
         else:
             del self._waiting[request_id]
         self._end(request)
@@ -183,20 +204,21 @@ class Scheduler:
             self._known.remove(request.request_id)
             self._forget.append(request.request_id)
 
-    def _release(self, request_id: str) -> None:
+    def _release(self, request_id: str, computed: list[int]) -> None:
         # A step that runs may still write to this memory, and a read posted into it by its next
         # owner would not wait for that step.
         if request_id in self._planned:
-            self._release_after_plan.append(request_id)
+            self._release_after_plan[request_id] = computed
         else:
-            self.cache.release(request_id)
+            self.cache.release(request_id, computed)
 
     # --- reads ---
 
     def next_reads(self) -> list[Request]:
         """Requests that became READING since the last call: slot and pages of all their tokens are
         theirs, and the engine shall fetch the ticket's state into the first
-        `cache.pages_for(ticket.num_tokens)` of the pages."""
+        `cache.pages_for(ticket.num_tokens)` of the pages. The pages of the first
+        `num_cached_tokens` are shared, hold their K/V already, and must not be written."""
         self._admit_reads()
         reads, self._new_reads = self._new_reads, []
         return [request for request in reads if request.state is RequestState.READING]
@@ -211,6 +233,8 @@ class Scheduler:
         request.ticket = None
         request.state = RequestState.RUNNING
         self._running[request_id] = request
+        assert request.num_sent_pages == 0, "workers know pages that may be replaced"
+        self.cache.share(request_id, self._computed(request))
 
     def on_read_failed(self, request_id: str, error: str) -> Request | None:
         """The state will not come: recompute it here, or fail this request alone.
@@ -237,7 +261,7 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """Back into the queue, at the place of its arrival."""
         request.state = RequestState.WAITING
-        request.num_computed = request.num_sent_pages = 0
+        request.num_computed = request.num_sent_pages = request.num_cached_tokens = 0
         # The queue is in order of arrival, and few who wait came before one that ran.
         earlier = list(takewhile(lambda item: item.serial < request.serial, self._waiting.values()))
         self._waiting[request.request_id] = request
@@ -346,11 +370,15 @@ class Scheduler:
         # each row can take one page more. Others enter as soon as they fit.
         is_dear = request.num_preemptions > 0 or request.ticket is not None
         spare_pages = num_rows if is_dear else 0
+        prefix = [] if request.ticket is None else request.prompt_token_ids
         state = self.cache.try_reserve(
-            request.request_id, request.num_tokens, spare_pages=spare_pages
+            request.request_id, request.num_tokens, spare_pages=spare_pages, prefix=prefix
         )
         if state is None:
             return False
+        request.num_cached_tokens = state.num_shared * self.cache.geometry.page_tokens
+        self._totals["prefix_tokens"] += len(prefix)
+        self._totals["prefix_hit_tokens"] += request.num_cached_tokens
         del self._waiting[request.request_id]
         return True
 
@@ -388,7 +416,7 @@ class Scheduler:
         memory is `cache.held(request_id)` from then on, and the caller grants the lease.
         """
         assert result.step_id == plan.step_id, f"result {result.step_id} of step {plan.step_id}"
-        planned = self._end_plan(plan)
+        planned = self._end_plan(plan, is_good=True)
         samples = {sample.request_id: sample for sample in result.samples}
         for chunk in plan.chunks:
             sample = samples[chunk.request_id] if chunk.sample else None
@@ -410,7 +438,7 @@ class Scheduler:
         What it did to memory and to workers' tables is unknown: its requests that still run (call
         `fail` for those that shall not) start over, and workers hear of them anew.
         """
-        planned = self._end_plan(plan)
+        planned = self._end_plan(plan, is_good=False)
         for request_id in plan.forget:
             self._forget.append(request_id)
         for request in sorted(planned.values(), key=lambda item: item.serial, reverse=True):
@@ -420,12 +448,12 @@ class Scheduler:
                 self._forget.append(request.request_id)
         return self.take_deltas()
 
-    def _end_plan(self, plan: StepPlan) -> dict[str, Request]:
+    def _end_plan(self, plan: StepPlan, *, is_good: bool) -> dict[str, Request]:
         """No worker runs the plan any more: free what waited for that; returns its requests."""
         assert plan is self._plan, "this is not the plan that runs"
         planned, self._planned, self._plan = self._planned, {}, None
-        for request_id in self._release_after_plan:
-            self.cache.release(request_id)
+        for request_id, computed in self._release_after_plan.items():
+            self.cache.release(request_id, computed if is_good else ())
         self._release_after_plan.clear()
         return planned
 
@@ -476,7 +504,7 @@ class Scheduler:
             if finish.reason == "hold":
                 self.cache.hold(request.request_id)
             else:
-                self.cache.release(request.request_id)
+                self.cache.release(request.request_id, self._computed(request))
         self._totals["finished"] += 1
         self._end(request)
 
@@ -501,5 +529,7 @@ class Scheduler:
             failed_reads_total=self._totals["failed_reads"],
             prompt_tokens_total=self._totals["prompt_tokens"],
             output_tokens_total=self._totals["output_tokens"],
+            prefix_tokens_total=self._totals["prefix_tokens"],
+            prefix_hit_tokens_total=self._totals["prefix_hit_tokens"],
             cache=self.cache.counts(),
         )

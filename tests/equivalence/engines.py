@@ -152,6 +152,7 @@ def wait_until_idle(*cores: EngineCore) -> None:
 def poison(core: EngineCore) -> None:
     """Fill an idle engine's arena with NaN; needs its rank in this process."""
     assert core.stats()["is_idle"]
+    core.flush_prefix_cache()
     core._executor._worker._arena.buffer.fill_(0xFF)  # type: ignore[attr-defined]
 
 

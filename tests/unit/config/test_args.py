@@ -28,6 +28,7 @@ VALUES: dict[str, list[Any]] = {
     "load_format": ["checkpoint", "random"],
     "page_tokens": [16, 8, 128],
     "arena_mib": [None, 1, 4096],
+    "prefix_cache": [True, False],
     "max_num_seqs": [64, 1],
     "max_model_len": [None, 2, 100000],
     "budget_tokens": [2048, 1],
@@ -52,8 +53,13 @@ def parse(words: list[str]) -> dict[str, Any]:
         for section in SECTIONS.values()
         for name, hint in typing.get_type_hints(section).items()
     }
-    values = {}
-    for flag, word in zip(words[::2], words[1::2], strict=True):
+    values: dict[str, Any] = {}
+    left = iter(words)
+    for flag in left:
+        if flag.startswith("--no-"):
+            values[hints["--" + flag.removeprefix("--no-")][0]] = False
+            continue
+        word = next(left)
         name, hint = hints[flag]
         kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
         values[name] = kinds[0](word)
@@ -79,7 +85,8 @@ def test_a_command_line_builds_the_config_it_came_from(values: dict[str, Any]) -
     words = command_line(config)
     assert build_config("some/model", parse(words)) == config
     # Defaults are left out.
-    assert len(words) == 2 * sum(value != VALUES[name][0] for name, value in values.items())
+    changed = [value for name, value in values.items() if value != VALUES[name][0]]
+    assert len(words) == sum(1 if isinstance(value, bool) else 2 for value in changed)
 
 
 @given(choices)
@@ -101,9 +108,9 @@ def test_flags_are_keywords_with_help_default_and_type() -> None:
         assert parameter.default == VALUES[parameter.name][0]
         kind, option = typing.get_args(parameter.annotation)
         assert option.help
-        assert option.default == flag_name(parameter.name) or flag_name(parameter.name) in (
-            option.param_decls or ()
-        )
+        flag = flag_name(parameter.name)
+        names = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+        assert names in (option.default, *(option.param_decls or ()))
         assert isinstance(VALUES[parameter.name][1], typing.get_args(kind) or kind)
 
 

@@ -42,6 +42,7 @@ def make_scheduler(
     max_model_len: int = 256,
     page_nbytes: int = 256,
     slot_nbytes: int | None = None,
+    has_prefix_tree: bool = False,
     **options: bool,
 ) -> Scheduler:
     geometry = build_geometry(
@@ -51,7 +52,7 @@ def make_scheduler(
         num_slabs=num_slabs,
     )
     return Scheduler(
-        CacheManager(geometry),
+        CacheManager(geometry, has_prefix_tree=has_prefix_tree),
         SchedulerOptions(max_num_seqs=max_num_seqs, budget_tokens=budget_tokens),
         max_model_len=max_model_len,
         **options,
@@ -118,7 +119,8 @@ class FakeWorker:
         self.steps: list[StepPlan] = []
 
     def fill(self, request: Request) -> None:
-        """A finished read: the state of the ticket's tokens lies in the request's memory."""
+        """A finished read: the state of the ticket's tokens lies in the request's memory, in
+        shared pages since before."""
         assert request.ticket is not None
         state = self.scheduler.cache.state(request.request_id)
         prompt = request.prompt_token_ids[: request.ticket.num_tokens]
@@ -127,7 +129,15 @@ class FakeWorker:
         if self.geometry.page_nbytes:
             for position, token in enumerate(prompt):
                 place = state.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
-                self.places[place] = token
+                if position < request.num_cached_tokens:
+                    assert self.places[place] == token
+                else:
+                    self.write(place, token)
+
+    def write(self, place: tuple[int, int], token: int) -> None:
+        """K/V of a token; nobody writes what others may read."""
+        assert not self.scheduler.cache.is_shared(place[0])
+        self.places[place] = token
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.steps.append(plan)
@@ -161,7 +171,7 @@ class FakeWorker:
                 self.slots[chunk.slot] = past + tuple(chunk.token_ids)
             if self.geometry.page_nbytes:
                 for position, token in enumerate(chunk.token_ids, chunk.start):
-                    self.places[table[position // PAGE_TOKENS], position % PAGE_TOKENS] = token
+                    self.write((table[position // PAGE_TOKENS], position % PAGE_TOKENS), token)
                 for position in range(stop):
                     place = table[position // PAGE_TOKENS], position % PAGE_TOKENS
                     assert self.places[place] == tokens[position]
@@ -178,7 +188,8 @@ class FakeWorker:
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < self.geometry.num_slots for slot in slots)
         pages = [page for chunk in plan.chunks for page in chunk.pages]
-        assert len(set(pages)) == len(pages)
+        own = [page for page in pages if not self.scheduler.cache.is_shared(page)]
+        assert len(set(own)) == len(own)
         assert all(0 <= page < self.geometry.num_pages for page in pages)
 
     def step(self) -> list[TokenDelta] | None:

@@ -1,8 +1,9 @@
 """Random workloads on a scheduler and a worker that checks every rule (fake.py).
 
 Requests of every kind arrive, are aborted, read, fail and expire at random, in a pool that is too
-small for them. Whatever happens: each request that finishes says what it would say alone, memory
-is never shared, something advances whenever anything can, and all memory comes back.
+small for them, with and without a prefix tree. Whatever happens: each request that finishes says
+what it would say alone, memory that is written is never shared, something advances whenever
+anything can, and all memory comes back.
 """
 
 import random
@@ -42,7 +43,7 @@ class Simulation:
 
     def add(self, kind: str) -> None:
         rng, request_id = self.rng, f"r{len(self.requests)}"
-        prompt = [rng.randrange(3, 900) for _ in range(rng.randint(1, 60))]
+        prompt = self._start() + [rng.randrange(3, 900) for _ in range(rng.randint(1, 60))]
         max_tokens = rng.randint(1, 50)
         text = generate(prompt, max_tokens)
         num_given = {"read": rng.randint(0, 1), "generated": rng.randint(0, max_tokens - 1)}
@@ -65,6 +66,14 @@ class Simulation:
         self.expected[request_id] = text[len(generated) :]
         if kind == "hold":
             self.expected[request_id] = text[:1]
+
+    def _start(self) -> list[int]:
+        """A chat goes on, or a few prompts have the same start; often neither."""
+        choice = self.rng.randint(0, 3)
+        if choice == 0 and self.requests:
+            name = self.rng.choice(list(self.requests))
+            return (self.requests[name].prompt_token_ids + self.expected[name])[:100]
+        return [choice] * 37 if choice == 1 else []
 
     def take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -151,15 +160,17 @@ def _due(timers: dict[str, int]) -> list[str]:
     st.sampled_from([1, 7, 16, 33, 128]),
     st.integers(1, 6),
     st.lists(st.sampled_from(KINDS), min_size=1, max_size=14),
+    st.booleans(),
 )
 def test_any_workload_ends_with_right_texts_and_full_pools(
-    rng, num_slabs, pages_per_slab, budget, max_num_seqs, kinds
+    rng, num_slabs, pages_per_slab, budget, max_num_seqs, kinds, has_prefix_tree
 ):
     scheduler = make_scheduler(
         num_slabs=num_slabs,
         pages_per_slab=pages_per_slab,
         budget_tokens=budget,
         max_num_seqs=max_num_seqs,
+        has_prefix_tree=has_prefix_tree,
     )
     simulation = Simulation(rng, scheduler, FakeWorker(scheduler))
     for kind in kinds:
@@ -176,6 +187,8 @@ def test_any_workload_ends_with_right_texts_and_full_pools(
             assert reason in ("length", "hold")
             assert said == expected
     assert scheduler.cache.counts().is_idle
+    scheduler.cache.evict_all()
+    assert scheduler.cache.counts().pool.is_full
     counts = scheduler.counts()
     assert (counts.waiting, counts.reading, counts.running) == (0, 0, 0)
     assert counts.finished_total + counts.aborted_total == len(simulation.requests)
@@ -183,16 +196,20 @@ def test_any_workload_ends_with_right_texts_and_full_pools(
 
 def test_hundreds_of_mixed_requests_leak_nothing():
     rng = random.Random(5)
-    scheduler = make_scheduler(num_slabs=12, budget_tokens=96, max_num_seqs=6)
-    idle = scheduler.cache.counts()
+    scheduler = make_scheduler(num_slabs=12, budget_tokens=96, max_num_seqs=6, has_prefix_tree=True)
+    idle = scheduler.cache.counts().pool
     simulation = Simulation(rng, scheduler, FakeWorker(scheduler))
     for _ in range(300):
         simulation.add(rng.choice(KINDS))
         for _ in range(rng.randint(0, 4)):
             simulation.round(may_abort=True)
     simulation.finish()
-    assert scheduler.cache.counts() == idle
+    assert scheduler.cache.counts().is_idle
+    scheduler.cache.evict_all()
+    assert scheduler.cache.counts().pool == idle
     assert len(simulation.ended) == len(simulation.requests)
     assert set(simulation.ended.values()) == {"abort", "length", "hold"}
     assert scheduler.counts().preempted_total > 0
     assert scheduler.counts().failed_reads_total > 0
+    assert scheduler.counts().prefix_hit_tokens_total > 0
+    assert scheduler.counts().cache.cached.num_evicted_pages > 0
