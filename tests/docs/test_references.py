@@ -47,7 +47,7 @@ def options() -> dict[str, set[str]]:
             if hasattr(command, "commands"):
                 collect(command, f"{prefix}{name} ")
             else:
-                flags = {flag for item in command.params for flag in item.opts}
+                flags = {f for item in command.params for f in (*item.opts, *item.secondary_opts)}
                 found[f"{prefix}{name}"] = flags | {"--help"}
 
     collect(typer.main.get_command(cli.app), "")
