@@ -225,6 +225,44 @@ def bench_pair(
     _show_bench(result, as_json)
 
 
+@bench_app.command("faults")
+def bench_faults(
+    model: Annotated[
+        str | None, typer.Argument(help="local HF folder; default: the model that ships")
+    ] = None,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="one of them; repeatable; default: all")
+    ] = None,
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="PATH", help="write all figures there")
+    ] = None,
+    folder: Annotated[str | None, typer.Option(help="for the servers' logs")] = None,
+    log_level: LogLevel = "INFO",
+) -> None:
+    """Break engines, router and network on purpose under load; exit status 1 if anything is lost
+    that should not be."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from tandem.bench.faults.runner import choose, render, run_faults, summary
+
+    scenarios = choose(scenario or [])
+    tandem_log.configure(log_level)
+    console = Console(highlight=False, soft_wrap=True)
+    results = run_faults(
+        model,
+        scenarios,
+        folder=Path(folder) if folder else None,
+        tell=lambda result: render([result], console),
+    )
+    render(results, console)
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(summary(results), indent=1) + "\n")
+    if any(result.problems for result in results):
+        raise typer.Exit(1)
+
+
 def _require_counts(**named: list[int] | None) -> None:
     for name, counts in named.items():
         if any(count < 1 for count in counts or ()):

@@ -1,0 +1,42 @@
+"""SIGSTOP of an engine with requests in each state, and SIGCONT after its peers gave it up."""
+
+import signal
+
+from tandem.bench.faults.scenarios.scenario import STATES, Scenario, hold, reach, release
+from tandem.bench.faults.trial import Trial
+
+# Longer than every deadline, so that what the engine sends after it goes on comes too late.
+_STOPPED_S = 16.0
+
+
+def _stop_in_each_state(trial: Trial, role: str) -> None:
+    p, d = trial.cluster.prefill[0], trial.cluster.decode[0]
+    victim, other = (p, d) if role == "prefill" else (d, p)
+    for number, state in enumerate(STATES):
+        part = ("all", "core")[number % 2]
+        reach(trial, state, p, d)
+        hold(state, other)
+        fault = trial.inject(
+            f"{role} stopped ({part}), {state}", lambda: victim.signal(signal.SIGSTOP, part)
+        )
+        release(state, other)
+        trial.wait_for_affected(fault)
+        trial.let_run(max(0.0, _STOPPED_S - trial.since(fault)))
+        victim.signal(signal.SIGCONT)
+        trial.mend()
+
+
+SCENARIOS = [
+    Scenario(
+        "stop-prefill",
+        "SIGSTOP of a prefill engine in each state of its requests, SIGCONT 16 s later",
+        lambda trial: _stop_in_each_state(trial, "prefill"),
+        is_tcp=True,
+    ),
+    Scenario(
+        "stop-decode",
+        "SIGSTOP of a decode engine in each state of its requests, SIGCONT 16 s later",
+        lambda trial: _stop_in_each_state(trial, "decode"),
+        is_tcp=True,
+    ),
+]
