@@ -26,6 +26,7 @@ from tandem.engine.messages import (
     ToCore,
     ToFrontend,
 )
+from tandem.engine.pulse import PULSE_S, SILENT_S, PulseWatch
 from tandem.errors import EngineDeadError, RequestError, TandemError
 from tandem.log import get_logger
 from tandem.scheduler.request import EngineRequest, TokenDelta
@@ -63,6 +64,9 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(ToFrontend)
         self._encoder = msgspec.msgpack.Encoder()
         self._task: asyncio.Task[None] | None = None
+        self._pulse_socket = self._context.socket(zmq.PULL)
+        self._pulse_task: asyncio.Task[None] | None = None
+        self._silence: EngineDeadError | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -78,10 +82,13 @@ class EngineClient:
         """Start the core and wait until it is ready; raises what stopped it (ModelError, ...)."""
         endpoint = f"ipc://{self._folder / 'core'}"
         self._socket.bind(endpoint)
-        settings = CoreSettings(self._config, endpoint, self._log_level)
+        pulse_endpoint = f"ipc://{self._folder / 'pulse'}"
+        self._pulse_socket.bind(pulse_endpoint)
+        settings = CoreSettings(self._config, endpoint, self._log_level, pulse_endpoint)
         self._process = spawn("tandem.engine.process", settings)
         ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._receive(ready))
+        self._pulse_task = asyncio.create_task(self._watch_pulses())
         try:
             self._info = await ready
         except BaseException:
@@ -137,6 +144,33 @@ class EngineClient:
             if not waiter.done():
                 waiter.set_exception(error)
 
+    async def _watch_pulses(self) -> None:
+        """A process that is stopped, or hangs, says nothing: nobody waits for it any longer."""
+        watch = PulseWatch()
+        while True:
+            if await self._pulse_socket.poll(int(1e3 * PULSE_S)):
+                watch.heard((await self._pulse_socket.recv()).decode())
+            silent = watch.look()
+            if not silent:
+                if self._silence is not None:
+                    log.info("the engine's processes are heard again")
+                self._silence = None
+            elif self._silence is None:
+                self._silence = EngineDeadError(
+                    f"the engine's {' and '.join(silent)} has shown no sign of life for "
+                    f"{SILENT_S:g} s; try again"
+                )
+                await self._give_up_all(self._silence)
+
+    async def _give_up_all(self, error: EngineDeadError) -> None:
+        """Tell every request that its engine is silent, and the engine, if it ever goes on, that
+        nobody waits for them."""
+        log.warning("%s (%d requests)", error, len(self._queues))
+        for request_id, queue in list(self._queues.items()):
+            queue.put_nowait(error)
+            with contextlib.suppress(EngineDeadError):
+                await self._send(Abort(request_id))
+
     async def _send(self, message: ToCore) -> None:
         if self._dead is not None:
             raise self._dead
@@ -155,6 +189,8 @@ class EngineClient:
             raise RequestError(
                 f"request_id={request.request_id!r} is already running", "request_id"
             )
+        if self._silence is not None:
+            raise self._silence
         queue: asyncio.Queue[TokenDelta | TandemError] = asyncio.Queue()
         self._queues[request.request_id] = queue
         is_over = False
@@ -195,6 +231,8 @@ class EngineClient:
         """Why the engine should get no requests now, or None."""
         if self._dead is not None:
             return str(self._dead)
+        if self._silence is not None:
+            return str(self._silence)
         silent_s = time.monotonic() - self._last_heard
         if silent_s > STALL_S:
             return f"the engine made no progress for {silent_s:.0f} s"
@@ -209,10 +247,16 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+        if self._pulse_task is not None:
+            self._pulse_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._pulse_task
+            self._pulse_task = None
         if self._process is not None:
             await asyncio.to_thread(end, self._process)
             self._process = None
         self._dead = self._dead or EngineDeadError("the engine was closed")
         self._socket.close(linger=0)
+        self._pulse_socket.close(linger=0)
         self._context.term()
         remove_folder(self._folder)

@@ -50,7 +50,14 @@ class EngineCore:
     Raises at construction: ModelError, ConfigError, CapacityError, ShardingError, TransferError.
     """
 
-    def __init__(self, config: EngineConfig, *, log_level: str | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log_level: str | None = None,
+        pulse_endpoint: str | None = None,
+    ) -> None:
+        """`pulse_endpoint`: where ranks in processes of their own show that they live."""
         self._config = config
         self._secret = _cluster_secret(config)
         self._model = model_config(config)
@@ -72,7 +79,7 @@ class EngineCore:
             recompute_failed_reads=config.transfer.on_failure == "recompute",
         )
         self._executor: Executor = start_executor(
-            config, sizing.geometry.num_slabs, self._engine_id, log_level
+            config, sizing.geometry.num_slabs, self._engine_id, log_level, pulse_endpoint
         )
         self._server: TicketServer | None = None
         self._client: TicketClient | None = None

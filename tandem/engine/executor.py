@@ -92,6 +92,7 @@ class ProcessExecutor:
         num_slabs: int,
         engine_id: str,
         log_level: str | None = None,
+        pulse_endpoint: str | None = None,
     ) -> None:
         self._folder = make_folder("tandem-ranks-")
         self._context = zmq.Context()
@@ -119,6 +120,7 @@ class ProcessExecutor:
                     num_slabs=num_slabs,
                     engine_id=engine_id,
                     log_level=log_level,
+                    pulse_endpoint=pulse_endpoint,
                 )
                 self._processes.append(spawn("tandem.engine.rank_process", settings))
             for rank in range(config.parallel.tp):
@@ -225,9 +227,13 @@ class ProcessExecutor:
 
 
 def start_executor(
-    config: EngineConfig, num_slabs: int, engine_id: str, log_level: str | None = None
+    config: EngineConfig,
+    num_slabs: int,
+    engine_id: str,
+    log_level: str | None = None,
+    pulse_endpoint: str | None = None,
 ) -> Executor:
     """The executor that fits the tensor-parallel size."""
     if config.parallel.tp == 1:
         return LocalExecutor(config, num_slabs, engine_id)
-    return ProcessExecutor(config, num_slabs, engine_id, log_level)
+    return ProcessExecutor(config, num_slabs, engine_id, log_level, pulse_endpoint)

@@ -164,6 +164,7 @@ class CoreSettings(msgspec.Struct, frozen=True):
     config: EngineConfig
     endpoint: str
     log_level: str | None = None
+    pulse_endpoint: str | None = None  # of engine/pulse.py
 
 
 class RankSettings(msgspec.Struct, frozen=True):
@@ -176,3 +177,4 @@ class RankSettings(msgspec.Struct, frozen=True):
     num_slabs: int
     engine_id: str
     log_level: str | None = None
+    pulse_endpoint: str | None = None

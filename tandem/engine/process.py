@@ -24,6 +24,7 @@ from tandem.engine.messages import (
     ToCore,
     ToFrontend,
 )
+from tandem.engine.pulse import PulseSender
 from tandem.errors import TandemError
 from tandem.log import get_logger
 
@@ -103,20 +104,27 @@ def main() -> None:
     signal.signal(signal.SIGTERM, leave)
     encoder = msgspec.msgpack.Encoder()
     try:
-        core = EngineCore(settings.config, log_level=settings.log_level)
+        core = EngineCore(
+            settings.config, log_level=settings.log_level, pulse_endpoint=settings.pulse_endpoint
+        )
     except TandemError as error:
         socket.send(encoder.encode(Failure.of(error)))
         context.destroy(linger=2000)
         raise SystemExit(1) from error
+    pulse: PulseSender | None = None
     try:
         process = CoreProcess(core, socket)
         process.send(core.info)
+        if settings.pulse_endpoint is not None:
+            pulse = PulseSender(settings.pulse_endpoint, "core")
         process.run()
     except TandemError as error:
         log.error("engine stops: %s", error)
         socket.send(encoder.encode(Failure.of(error)))
         raise SystemExit(1) from error
     finally:
+        if pulse is not None:
+            pulse.close()
         core.close()
         context.destroy(linger=2000)
 

@@ -16,6 +16,7 @@ from tandem.engine.messages import (
     RankSettings,
     ToRank,
 )
+from tandem.engine.pulse import PulseSender
 from tandem.errors import EngineDeadError, TandemError
 from tandem.log import get_logger
 from tandem.runner.worker import Worker
@@ -45,6 +46,8 @@ def main() -> None:
         context.destroy(linger=1000)
         return
     socket.send(encoder.encode(RankReady(settings.rank, worker.rank_info)))
+    if settings.pulse_endpoint is not None:
+        PulseSender(settings.pulse_endpoint, f"rank {settings.rank}")
     decoder = msgspec.msgpack.Decoder(ToRank)
     while True:
         command: ToRank = decoder.decode(socket.recv())

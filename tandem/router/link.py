@@ -66,9 +66,12 @@ class EngineLink:
 
     async def watch(self) -> None:
         """Probe for ever."""
+        clock = asyncio.get_running_loop().time
         while True:
+            next_probe = clock() + self._options.probe_s
             await self.probe()
-            await asyncio.sleep(self._options.probe_s)
+            # From beginning to beginning: an engine that answers nothing is found out sooner.
+            await asyncio.sleep(max(0.0, next_probe - clock()))
 
     async def probe(self) -> None:
         """Ask the engine for its state once; never raises for what the engine does."""

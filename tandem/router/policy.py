@@ -13,7 +13,7 @@ class RouterOptions:
 
     connect_s: float = 2.0
     idle_s: float = 300.0  # without a token of a request: its queue and prefill count too
-    probe_s: float = 1.0  # pause between two looks at an engine
+    probe_s: float = 1.0  # from one look at an engine to the next
     probe_timeout_s: float = 2.0
     max_missed_probes: int = 3  # then the engine is dead, and its requests go elsewhere
     max_attempts: int = 3  # engines that one stage of a request may be given to

@@ -93,12 +93,23 @@ def current_process() -> ProcessIdentity:
         stat = _read_stat(pid)
         return ProcessIdentity(
             boot_id=_BOOT_ID.read_text().strip(),
-            pid_namespace=os.readlink("/proc/self/ns/pid"),
+            pid_namespace=_namespaces(),
             pid=pid,
             start_ticks=int(stat[_START_TIME_FIELD]),
         )
     except OSError:
         return ProcessIdentity(boot_id="", pid_namespace="", pid=pid, start_ticks=0)
+
+
+def _namespaces() -> str:
+    """Of process ids and of clocks: a process's start time reads differently from another one."""
+    names = []
+    for kind in ("pid", "time"):
+        try:
+            names.append(os.readlink(f"/proc/self/ns/{kind}"))
+        except FileNotFoundError:
+            continue  # a kernel without namespaces of clocks
+    return " ".join(names)
 
 
 def is_proven_dead(process: ProcessIdentity) -> bool:

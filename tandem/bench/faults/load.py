@@ -5,11 +5,13 @@ It judges each answer alone; whether an error was to be expected is for the scen
 
 import asyncio
 import json
+import os
 import random
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -44,7 +46,7 @@ class Case:
         }
 
 
-def build_cases(count: int, *, seed: int = 0, longest: int = 40, answer: int = 160) -> list[Case]:
+def build_cases(count: int, *, seed: int = 0, longest: int = 40, answer: int = 96) -> list[Case]:
     """Prompts of one to `longest` sentences; every fourth is sampled."""
     draw = random.Random(seed)
     cases = []
@@ -87,7 +89,7 @@ class Outcome:
         times = [self.sent, *self.heard]
         if self.kind == "running":
             times.append(time.monotonic())
-        waits = [stop - max(start, moment) for start, stop in zip(times, times[1:], strict=False)]
+        waits = [stop - max(start, moment) for start, stop in pairwise(times)]
         return max((wait for wait in waits if wait > 0), default=0.0)
 
 
@@ -150,10 +152,7 @@ def judge(outcome: Outcome, answer: str) -> None:
         is_right = answer.startswith(outcome.text.rstrip("\ufffd"))
     if is_right:
         return
-    at = next(
-        (at for at, pair in enumerate(zip(outcome.text, answer, strict=False)) if len(set(pair)) > 1),
-        min(len(outcome.text), len(answer)),
-    )
+    at = len(os.path.commonprefix([outcome.text, answer]))
     outcome.detail = (
         f"after {at} characters {outcome.text[at : at + 40]!r} instead of "
         f"{answer[at : at + 40]!r}; was {outcome.kind}: {outcome.detail}"

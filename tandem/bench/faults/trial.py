@@ -59,7 +59,7 @@ class Trial:
         cluster: Cluster,
         answers: dict[Case, str],
         *,
-        concurrency: int = 4,
+        concurrency: int = 3,
         limits: Limits | None = None,
         seed: int = 0,
     ) -> None:

@@ -199,6 +199,34 @@ def test_a_killed_core_is_an_error_of_every_request_within_seconds(tiny: Path) -
 
 
 @pytest.mark.timeout(120)
+def test_a_stopped_core_fails_its_requests_in_seconds_and_serves_again(tiny: Path) -> None:
+    async def scenario() -> None:
+        async with started(tiny) as client:
+            assert client._process is not None
+            stream = client.generate(request("r", ENDLESS))
+            await anext(stream)
+            await asyncio.sleep(1.0)  # for the first sign of life
+            os.kill(client._process.pid, signal.SIGSTOP)
+            start = time.monotonic()
+            with pytest.raises(EngineDeadError, match="core has shown no sign of life"):
+                await drain(stream)
+            assert 3 < time.monotonic() - start < 20
+            assert "no sign of life" in (client.not_ready() or "")
+            with pytest.raises(EngineDeadError, match="no sign of life"):
+                await collect(client, request("while it is stopped"))
+            os.kill(client._process.pid, signal.SIGCONT)
+            while client.not_ready() is not None:
+                assert time.monotonic() - start < 40
+                await asyncio.sleep(0.05)
+            assert client.lost is None
+            assert len(tokens(await collect(client, request("after", 8)))) == 8
+            # The engine was told that nobody waits for the first one any more.
+            await wait_for_stats(client, is_idle=1, requests_aborted_total=1)
+
+    run(scenario())
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:
     async def scenario() -> None:

@@ -1,7 +1,10 @@
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tandem.transfer.identity import (
@@ -17,13 +20,12 @@ from tests.unit.transfer.memory import hybrid
 
 def identity_of(process: subprocess.Popen) -> ProcessIdentity:
     """What `current_process` says inside the child."""
-    words = process.stdout.readline().split()
-    return ProcessIdentity(words[0], words[1], int(words[2]), int(words[3]))
+    return msgspec.json.decode(process.stdout.readline(), type=ProcessIdentity)
 
 
 SAY = (
-    "import sys; from tandem.transfer.identity import current_process as c; p = c();"
-    "print(p.boot_id, p.pid_namespace, p.pid, p.start_ticks, flush=True); sys.stdin.read()"
+    "import sys, msgspec; from tandem.transfer.identity import current_process as c;"
+    "print(msgspec.json.encode(c()).decode(), flush=True); sys.stdin.read()"
 )
 
 
@@ -39,6 +41,26 @@ def test_the_death_of_a_process_is_proven_before_and_after_it_is_reaped():
         while not is_proven_dead(identity):
             assert child.returncode is None
     assert is_proven_dead(identity)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of clocks need root")
+def test_a_living_process_under_another_clock_is_not_dead():
+    """Its start time reads differently from here, like that of a reused process id."""
+    shifted = ["unshare", "--time", "--boottime", "300", "--monotonic", "300"]
+    if shutil.which("unshare") is None or subprocess.run([*shifted, "true"]).returncode:
+        pytest.skip("this system has no namespaces of clocks")
+    child = subprocess.Popen(
+        [*shifted, sys.executable, "-c", SAY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        identity = identity_of(child)
+        assert identity.boot_id == current_process().boot_id
+        assert identity.start_ticks > current_process().start_ticks + 10_000
+        assert not is_proven_dead(identity)
+        child.kill()
 
 
 def test_a_reused_process_id_is_another_process():

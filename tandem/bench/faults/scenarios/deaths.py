@@ -1,5 +1,7 @@
 """SIGKILL of an engine with requests in each state; the engine comes back under its address."""
 
+from functools import partial
+
 from tandem.bench.faults.cluster import Server
 from tandem.bench.faults.scenarios.scenario import STATES, Scenario, hold, reach, release
 from tandem.bench.faults.trial import Trial
@@ -17,7 +19,7 @@ def _kill_in_each_state(trial: Trial, role: str) -> None:
         hold(state, other)
         if state in ("handshaking", "reading"):
             trial.let_run(0.3)
-        fault = trial.inject(f"{role} killed ({part}), {state}", lambda: victim.kill(part))
+        fault = trial.inject(f"{role} killed ({part}), {state}", partial(victim.kill, part))
         release(state, other)
         trial.wait_for_affected(fault)
         trial.mend()

@@ -57,19 +57,19 @@ def reach(trial: Trial, state: str, p: Server, d: Server) -> None:
     cases = sorted(trial.answers, key=lambda case: len(case.prompt))
     long_prompts, long_answers = cases[-8:], sorted(cases, key=lambda case: case.max_tokens)[-8:]
     if state in ("queued", "prefilling"):
-        trial.load.burst(long_prompts * 2)
+        trial.load.burst(long_prompts)
         key = "waiting" if state == "queued" else "running"
         trial.wait_until(lambda: p.pools().get(key), f"a request {state} on {p.name}")
     elif state == "waiting for D":
-        trial.load.burst(long_answers * 3)
+        trial.load.burst(long_answers[:7])
         trial.wait_until(lambda: _is_waiting(d), f"a request that waits for {d.name}")
     elif state in ("handshaking", "reading"):
-        trial.load.burst(long_prompts)
+        trial.load.burst(long_prompts[:4])
         trial.wait_until(
             lambda: p.pools().get("running") or p.pools().get("held_slots"), f"{p.name} works"
         )
     else:
-        trial.load.burst(long_answers)
+        trial.load.burst(long_answers[:3])
         trial.wait_until(lambda: d.pools().get("running"), f"{d.name} decodes")
 
 

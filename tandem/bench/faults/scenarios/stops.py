@@ -1,6 +1,7 @@
 """SIGSTOP of an engine with requests in each state, and SIGCONT after its peers gave it up."""
 
 import signal
+from functools import partial
 
 from tandem.bench.faults.scenarios.scenario import STATES, Scenario, hold, reach, release
 from tandem.bench.faults.trial import Trial
@@ -17,7 +18,7 @@ def _stop_in_each_state(trial: Trial, role: str) -> None:
         reach(trial, state, p, d)
         hold(state, other)
         fault = trial.inject(
-            f"{role} stopped ({part}), {state}", lambda: victim.signal(signal.SIGSTOP, part)
+            f"{role} stopped ({part}), {state}", partial(victim.signal, signal.SIGSTOP, part)
         )
         release(state, other)
         trial.wait_for_affected(fault)
