@@ -5,13 +5,12 @@ It judges each answer alone; whether an error was to be expected is for the scen
 
 import asyncio
 import json
-import os
 import random
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import httpx
@@ -152,7 +151,10 @@ def judge(outcome: Outcome, answer: str) -> None:
         is_right = answer.startswith(outcome.text.rstrip("\ufffd"))
     if is_right:
         return
-    at = len(os.path.commonprefix([outcome.text, answer]))
+    at = sum(
+        1
+        for _ in takewhile(lambda pair: pair[0] == pair[1], zip(outcome.text, answer, strict=False))
+    )
     outcome.detail = (
         f"after {at} characters {outcome.text[at : at + 40]!r} instead of "
         f"{answer[at : at + 40]!r}; was {outcome.kind}: {outcome.detail}"

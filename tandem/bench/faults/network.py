@@ -25,7 +25,6 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN = 0x0001
 _IFF_NO_PI = 0x1000
 _MTU = 9000
-_SUBNET = ipaddress.ip_network("10.213.77.0/24")
 # Beyond this many packets on their way the link drops, as a full queue does.
 _MAX_QUEUED = 20_000
 
@@ -72,7 +71,9 @@ class Network:
         self.num_dropped = 0
         self.num_forwarded = 0
         self._is_closing = False
-        self._addresses = {name: str(_SUBNET[10 + at]) for at, name in enumerate(self._names)}
+        # Two of these on one machine must not have the same addresses.
+        self._subnet = ipaddress.ip_network(f"10.213.{os.getpid() % 256}.0/24")
+        self._addresses = {name: str(self._subnet[10 + at]) for at, name in enumerate(self._names)}
         self._by_address = {
             int(ipaddress.ip_address(address)): at
             for at, address in enumerate(self._addresses.values())
@@ -103,11 +104,12 @@ class Network:
     def _namespace(self, name: str) -> str:
         return f"tandem-{self._tag}-{name}"
 
-    def _device(self, name: str) -> str:
+    def device(self, name: str) -> str:
+        """Its network device."""
         return f"td{self._tag}{name}"[:15]
 
     def _add_device(self, name: str) -> int:
-        device = self._device(name)
+        device = self.device(name)
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         request = struct.pack("16sH22x", device.encode(), _IFF_TUN | _IFF_NO_PI)
         fcntl.ioctl(fd, _TUNSETIFF, request)

@@ -26,7 +26,7 @@ FLAGS = (
     *("--max-num-seqs", "4", "--budget-tokens", "256", "--arena-mib", "32"),
     *("--lease-s", "15", "--deadline-s", "10", "--log-level", "INFO"),
 )
-NUM_CASES = 32
+NUM_CASES = 24
 
 
 def demo_model() -> str:
