@@ -117,6 +117,11 @@ class TransferOptions:
     )
     lease_s: float = setting(30.0, "how long a finished prefill waits for its reader")
     deadline_s: float = setting(10.0, "how long a decode engine waits for state before it gives up")
+    quarantine_s: float = setting(
+        60.0,
+        "memory of given-up reads that has not drained for so long makes the engine not ready; "
+        "five times as long ends it",
+    )
     on_failure: str = setting("recompute", "recompute or fail, when state cannot be read")
 
     def __post_init__(self) -> None:
@@ -136,6 +141,7 @@ class TransferOptions:
             0 <= self.side_channel_port <= 65535,
             f"side_channel_port={self.side_channel_port}; expected 1..65535, or 0 for a free one",
         )
+        _require(self.quarantine_s > 0, f"quarantine_s={self.quarantine_s}; expected more than 0")
         _require(
             0 < self.deadline_s < self.lease_s,
             f"deadline_s={self.deadline_s} must be positive and below lease_s={self.lease_s}: "

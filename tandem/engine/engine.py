@@ -39,9 +39,8 @@ log = get_logger(__name__)
 _MAX_FAILED_STEPS = 3
 # Requests that wait for longer than this without any step are stuck.
 _MAX_IDLE_S = 60.0
-# Memory in quarantine for longer than this makes the engine not-ready: it should be restarted.
-_MAX_QUARANTINE_S = 60.0
-_END_QUARANTINE_S = 300.0
+# Memory in quarantine for this many times the limit that makes the engine not-ready ends it.
+_END_QUARANTINE_FACTOR = 5
 
 
 class EngineCore:
@@ -104,7 +103,7 @@ class EngineCore:
         self._num_failed_steps = 0
         self._num_steps = 0
         self._compute_s = 0.0
-        self._quarantine_since: float | None = None
+        self._quarantined_since: dict[str, float] = {}  # by request, as last looked at
         self._last_step = time.monotonic()
         # Held prefills may rightly keep others waiting for as long as a lease.
         self._max_idle_s = max(_MAX_IDLE_S, 2 * config.transfer.lease_s)
@@ -344,16 +343,21 @@ class EngineCore:
         idle_s = time.monotonic() - self._last_step
         if self._scheduler.has_work() and idle_s > self._max_idle_s:
             return f"requests wait, but no step has run for {idle_s:.0f} s"
-        quarantined = len(self._cache.quarantined_ids())
-        if not quarantined:
-            self._quarantine_since = None
-            return None
+        return self._stuck_quarantine()
+
+    def _stuck_quarantine(self) -> str | None:
+        """Judged by the oldest: reads that are given up all the time and drain are no fault."""
         now = time.monotonic()
-        self._quarantine_since = self._quarantine_since or now
-        waited_s = now - self._quarantine_since
-        if waited_s < _MAX_QUARANTINE_S:
+        known = self._quarantined_since
+        self._quarantined_since = {
+            request_id: known.get(request_id, now) for request_id in self._cache.quarantined_ids()
+        }
+        quarantined = len(self._quarantined_since)
+        waited_s = now - min(self._quarantined_since.values(), default=now)
+        limit_s = self._config.transfer.quarantine_s
+        if waited_s < limit_s:
             return None
-        if waited_s > _END_QUARANTINE_S:
+        if waited_s > _END_QUARANTINE_FACTOR * limit_s:
             # Only the end of this process makes its memory safe; a supervisor starts a new one.
             raise EngineDeadError(f"{quarantined} given-up reads have not drained; restart")
         return f"memory of {quarantined} given-up reads has not drained for {waited_s:.0f} s"

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import Any
@@ -102,13 +103,14 @@ async def send(client: httpx.AsyncClient, url: str, outcome: Outcome, patience_s
                 if reply.status_code != 200:
                     _refused(outcome, reply.status_code, await reply.aread())
                     return
-                async for line in reply.aiter_lines():
-                    patience.reschedule(loop.time() + patience_s)
-                    if not line.startswith("data: "):
-                        continue
-                    outcome.heard.append(time.monotonic())
-                    if _take(outcome, line.removeprefix("data: ")):
-                        return
+                async with aclosing(reply.aiter_lines()) as lines:
+                    async for line in lines:
+                        patience.reschedule(loop.time() + patience_s)
+                        if not line.startswith("data: "):
+                            continue
+                        outcome.heard.append(time.monotonic())
+                        if _take(outcome, line.removeprefix("data: ")):
+                            return
                 outcome.kind, outcome.detail = "cut", "the stream ended without [DONE]"
     except TimeoutError:
         outcome.kind, outcome.detail = "hung", f"nothing for {patience_s:g} s"
