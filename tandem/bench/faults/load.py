@@ -103,7 +103,8 @@ async def send(client: httpx.AsyncClient, url: str, outcome: Outcome, patience_s
                 if reply.status_code != 200:
                     _refused(outcome, reply.status_code, await reply.aread())
                     return
-                async with aclosing(reply.aiter_lines()) as lines:
+                lines: Any = reply.aiter_lines()  # a generator, to be closed after an early end
+                async with aclosing(lines):
                     async for line in lines:
                         patience.reschedule(loop.time() + patience_s)
                         if not line.startswith("data: "):

@@ -41,6 +41,7 @@ VALUES: dict[str, list[Any]] = {
     "cluster_secret_file": [None, "secret.txt"],
     "lease_s": [30.0, 12.5],
     "deadline_s": [10.0, 0.25],
+    "quarantine_s": [60.0, 0.5],
     "on_failure": ["recompute", "fail"],
 }
 choices = st.fixed_dictionaries({name: st.sampled_from(items) for name, items in VALUES.items()})
@@ -135,6 +136,7 @@ def test_names_become_flags_with_hyphens() -> None:
         ({"load_format": "dummy"}, "load_format='dummy'; expected checkpoint or random"),
         ({"deadline_s": 30.0}, "deadline_s=30.0 must be positive and below lease_s=30.0"),
         ({"deadline_s": 0.0}, "deadline_s=0.0"),
+        ({"quarantine_s": 0.0}, "quarantine_s=0.0; expected more than 0"),
         ({"lease_s": 5.0}, "a reader must give up before its lease ends"),
     ],
 )

@@ -109,7 +109,7 @@ FROM_RANK = [
     messages.RankReady(1, None),
     messages.RankReply(
         StepResult(5, [Sample("r", 9, LOGPROB)]),
-        [MoveEvent("r", "failed", "why", True, 5, 6, 0.5, 7)],
+        [MoveEvent("r", "failed", "why", True, 5, 6, 3, 0.5, 7)],
     ),
     messages.RankReply(None, []),
     Failure("TandemError", "broken"),
