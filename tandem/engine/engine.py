@@ -9,6 +9,7 @@ import random
 import time
 import uuid
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +24,8 @@ from tandem.engine.reads import ReadDesk
 from tandem.engine.sizing import log_sizing, size_engine
 from tandem.errors import EngineDeadError, LeaseError, RequestError, TandemError
 from tandem.log import get_logger
+from tandem.models.weights import weight_files
+from tandem.models.weights_digest import digest_weights
 from tandem.runner.worker import model_config
 from tandem.scheduler.policy import build_request, check_request
 from tandem.scheduler.request import EngineRequest, Request, RequestState, TokenDelta
@@ -41,6 +44,13 @@ _MAX_FAILED_STEPS = 3
 _MAX_IDLE_S = 60.0
 # Memory in quarantine for this many times the limit that makes the engine not-ready ends it.
 _END_QUARANTINE_FACTOR = 5
+
+
+def _weights_of(config: EngineConfig) -> str:
+    """What two engines with the same weights have in common."""
+    if config.model_options.load_format == "random":
+        return "random"
+    return digest_weights(weight_files(Path(config.model)))
 
 
 class EngineCore:
@@ -118,7 +128,7 @@ class EngineCore:
             generation=self._generation,
             tp=self._config.parallel.tp,
             process=current_process(),
-            model=build_model_identity(self._model),
+            model=build_model_identity(self._model, weights=_weights_of(self._config)),
         )
         if options.role == "prefill":
             leases: LeaseTable[Progress] = LeaseTable(lease_s=options.lease_s)

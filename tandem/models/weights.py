@@ -50,7 +50,7 @@ class Checkpoint:
     def __init__(self, path: str | Path) -> None:
         self.folder = Path(path)
         self._stored: dict[str, _Stored] = {}
-        for file in _files(self.folder):
+        for file in weight_files(self.folder):
             with _open(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a mapping
                     stored = handle.get_slice(name)
@@ -78,7 +78,8 @@ class Checkpoint:
         return next(used, prefixes[0])
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of an HF folder. Raises: ModelError naming those that are missing."""
     index = folder / _INDEX
     if index.exists():
         try:

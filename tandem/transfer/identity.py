@@ -18,6 +18,9 @@ from tandem.state.spec import describe_components, fingerprint
 ShortText = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
+# Speculative decoding would keep more state; engines without it say so.
+NO_SPECULATION = "none"
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START_TIME_FIELD = 22 - 3  # counted from the state, the first field after the command's name
 _NUM_THREADS_FIELD = 20 - 3
@@ -33,14 +36,17 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """What a model keeps: (layer, name, units, unit_shape, dtype) of each component, and digests.
+    """What a model is and keeps. Two that may exchange state are equal in every field.
 
-    `fingerprint` decides; the rest says in what two models differ.
+    `components`: (layer, name, units, unit_shape, dtype) of each. `settings`: names and values of
+    what else decides the state's meaning. `weights`: digest of the checkpoint.
     """
 
     fingerprint: ShortText
     digest: ShortText
     components: tuple[tuple[Count, ShortText, Count, tuple[Count, ...], ShortText], ...]
+    settings: tuple[tuple[ShortText, ShortText], ...] = ()
+    weights: ShortText = ""
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
@@ -61,29 +67,67 @@ class Difference(msgspec.Struct, frozen=True):
     theirs: str
 
 
-def build_model_identity(model: ModelConfig) -> ModelIdentity:
+def build_model_identity(
+    model: ModelConfig, *, weights: str = "", speculative: str = NO_SPECULATION
+) -> ModelIdentity:
+    """`weights`: digest of the checkpoint. `speculative`: how tokens are drafted."""
+    settings = {
+        "number of layers": model.num_layers,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "norm_eps": model.norm_eps,
+        "residual_in_fp32": model.residual_in_fp32,
+        "speculative": speculative,
+    }
     return ModelIdentity(
-        fingerprint=fingerprint(model), digest=model.digest, components=describe_components(model)
+        fingerprint=fingerprint(model),
+        digest=model.digest,
+        components=describe_components(model),
+        settings=tuple((name, str(value)) for name, value in settings.items()),
+        weights=weights,
     )
 
 
 def find_difference(ours: ModelIdentity, theirs: ModelIdentity) -> Difference | None:
-    """The field that differs and both values, or None if the two may exchange state."""
-    if ours.fingerprint == theirs.fingerprint:
+    """The field that differs and both values, or None if the two may exchange state.
+
+    What explains most comes first: other layers have other components and other weights too.
+    """
+    if ours == theirs:
         return None
-    names = ("layer", "name", "units", "unit_shape", "dtype")
+    mine, other = dict(ours.settings), dict(theirs.settings)
+    for name in mine | other:
+        if mine.get(name) != other.get(name):
+            return Difference(name, mine.get(name, "unknown"), other.get(name, "unknown"))
+    return (
+        _component_difference(ours, theirs)
+        or _field_difference("digest of the model's shapes", ours.digest, theirs.digest)
+        or _field_difference("fingerprint", ours.fingerprint, theirs.fingerprint)
+        or _field_difference("digest of the weights", ours.weights, theirs.weights)
+        or Difference("order of settings", str(ours.settings), str(theirs.settings))
+    )
+
+
+def _field_difference(field: str, ours: str, theirs: str) -> Difference | None:
+    return None if ours == theirs else Difference(field, ours, theirs)
+
+
+def _component_difference(ours: ModelIdentity, theirs: ModelIdentity) -> Difference | None:
     for mine, other in zip(ours.components, theirs.components, strict=False):
-        for name, my_value, other_value in zip(names, mine, other, strict=True):
+        if mine[:2] != other[:2]:
+            # (layer, kind and component): the layers are not in the same order.
+            return Difference(
+                "layer order", f"{mine[1]} in layer {mine[0]}", f"{other[1]} in layer {other[0]}"
+            )
+        for name, my_value, other_value in zip(
+            ("units", "unit_shape", "dtype"), mine[2:], other[2:], strict=True
+        ):
             if my_value != other_value:
-                where = f"layer {mine[0]} {mine[1]} {name}" if name != "layer" else "layer order"
+                where = f"layer {mine[0]} {mine[1]} {name}"
                 return Difference(where, str(my_value), str(other_value))
-    if len(ours.components) != len(theirs.components):
-        return Difference(
-            "number of components", str(len(ours.components)), str(len(theirs.components))
-        )
-    if ours.digest != theirs.digest:
-        return Difference("digest of the model's shapes", ours.digest, theirs.digest)
-    return Difference("fingerprint", ours.fingerprint, theirs.fingerprint)
+    return _field_difference(
+        "number of components", str(len(ours.components)), str(len(theirs.components))
+    )
 
 
 def current_process() -> ProcessIdentity:

@@ -93,7 +93,16 @@ BASE = ((mamba2(4, 2),), (attention(2, 4),))
             "(2, 2)",
         ),
         (model(BASE[0], (attention(4, 4),)), "layer 1 attention.kv units", "2", "4"),
-        (model(*BASE, BASE[1]), "number of components", "5", "6"),
+        (model(*BASE, BASE[1]), "number of layers", "2", "3"),
+        (
+            model(BASE[1], BASE[0]),
+            "layer order",
+            "mamba2.conv.x in layer 0",
+            "attention.kv in layer 0",
+        ),
+        (model(BASE[0], (*BASE[1], mamba2(4, 2))), "number of components", "5", "9"),
+        (replace(model(*BASE), vocab_size=17), "vocab_size", "16", "17"),
+        (replace(model(*BASE), norm_eps=1e-6), "norm_eps", "1e-05", "1e-06"),
     ],
 )
 def test_a_difference_names_the_field_and_both_values(other, field, ours, theirs):
@@ -106,3 +115,26 @@ def test_equal_models_do_not_differ_and_other_shapes_do():
     assert find_difference(ours, build_model_identity(hybrid())) is None
     other = build_model_identity(replace(hybrid(), digest="other"))
     assert find_difference(ours, other).field == "digest of the model's shapes"
+
+
+@pytest.mark.parametrize(
+    ("setting", "field", "ours", "theirs"),
+    [
+        ({"weights": "b"}, "digest of the weights", "a", "b"),
+        ({"weights": "a", "speculative": "3 tokens"}, "speculative", "none", "3 tokens"),
+    ],
+)
+def test_engines_of_one_architecture_differ_by_weights_and_settings(setting, field, ours, theirs):
+    mine = build_model_identity(hybrid(), weights="a")
+    found = find_difference(mine, build_model_identity(hybrid(), **setting))
+    assert (found.field, found.ours, found.theirs) == (field, ours, theirs)
+
+
+def test_identities_that_differ_in_anything_are_never_taken_for_equal():
+    ours = build_model_identity(hybrid(), weights="a")
+    for name in ("fingerprint", "digest", "weights"):
+        theirs = msgspec.structs.replace(ours, **{name: "other"})
+        assert find_difference(ours, theirs).theirs == "other"
+    assert find_difference(ours, msgspec.structs.replace(ours, settings=())) is not None
+    swapped = msgspec.structs.replace(ours, settings=ours.settings[::-1])
+    assert find_difference(ours, swapped).field == "order of settings"
