@@ -26,7 +26,7 @@ from tests.equivalence.engines import (
     step_until,
     wait_until_idle,
 )
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, save_tiny
 
 pytestmark = pytest.mark.nixl
 
@@ -392,22 +392,25 @@ def test_with_on_failure_fail_the_deadline_is_an_error_of_that_request_alone(
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("bamba", {}, "different models: layer order is 2 on the prefill engine and 1 on"),
+        ("bamba", {}, "different models: number of layers is 6 on the prefill engine and 4 on"),
         (MODEL, {"state_dtype": "bfloat16"}, "float32 on the prefill engine and bfloat16 on"),
+        ("trained on", {}, "different models: digest of the weights is "),
     ],
 )
 def test_a_peer_with_another_model_is_refused_by_name(
     tiny_folder: Callable[[str], Path],
+    tmp_path: Path,
     engines: Engines,
     name: str,
     settings: dict[str, str],
     message: str,
 ) -> None:
+    folder = save_tiny(MODEL, tmp_path, seed=1) if name == "trained on" else tiny_folder(name)
     prefill = engines.get("prefill", 1)
     item = request("r", random_prompts([20])[0], greedy(4))
     errors = {}
     for on_failure in ("fail", "recompute"):
-        decode = roled(tiny_folder(name), "decode", 1, on_failure=on_failure, **settings)
+        decode = roled(folder, "decode", 1, on_failure=on_failure, **settings)
         try:
             (output,) = run(decode, [msgspec.structs.replace(item, ticket=hold(prefill, item))])
             errors[on_failure] = output.error
