@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.errors import PeerLostError, TransferError
+from tandem.errors import HandshakeError, PeerLostError, TransferError
 from tandem.log import get_logger
 from tandem.state.spec import StateSpec
 from tandem.transfer.agent import Operation, TransferAgent
@@ -98,6 +98,11 @@ class PeerLink:
         self._uses[name] += 1
         local = None
         try:
+            if name != info.agent_name:
+                raise HandshakeError(
+                    f"rank {info.rank} publishes agent_name={info.agent_name!r} and the metadata "
+                    f"of agent {name!r}; expected its own"
+                )
             local = self._prepare(None, plan.local)
             remote = self._prepare(name, plan.remote)
         except TransferError:

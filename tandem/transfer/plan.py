@@ -7,12 +7,12 @@ Pure: it uses the layouts that both sides publish and moves nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import gcd, lcm
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem.errors import TransferError
+from tandem.errors import HandshakeError, TransferError
 from tandem.state.segments import (
     Segment,
     has_same_layout,
@@ -24,6 +24,9 @@ from tandem.state.spec import StateSpec
 from tandem.transfer.descriptors import DescriptorTable, Ids, Row, as_int32
 from tandem.transfer.layout import RankLayout
 from tandem.units import ceil_div
+
+# Of one page's period between unequal page sizes; each is a row of descriptors.
+MAX_PIECES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,24 @@ def build_write_plans(
 
 
 def _pieces(specs: Sequence[StateSpec], dst: StateSpec) -> dict[str, list[Segment]]:
+    _check_number(specs, dst)
     return {part: _merged(segments(specs, dst, part), specs, dst) for part in ("page", "slot")}
+
+
+def _check_number(specs: Sequence[StateSpec], dst: StateSpec) -> None:
+    """Refuse page sizes that share so few borders that the pieces would fill memory."""
+    for spec in specs:
+        if spec.page_tokens == dst.page_tokens:
+            continue
+        ours, theirs = dst.page_tokens, spec.page_tokens
+        runs = lcm(ours, theirs) // gcd(ours, theirs)
+        planes = sum(len(item.units) * item.unit_shape[0] for item in dst.page)
+        if runs * planes > MAX_PIECES:
+            raise HandshakeError(
+                f"page_tokens={theirs} on the source and {ours} on the destination cut {planes} "
+                f"planes of K/V into {runs} runs each; at most {MAX_PIECES} pieces are possible: "
+                "use page sizes of which one divides the other, or closer ones"
+            )
 
 
 def _plan(

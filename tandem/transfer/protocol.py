@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tandem.config.engine import MAX_LEASE_S
 from tandem.errors import HandshakeError
 from tandem.transfer.identity import (
     Count,
@@ -100,7 +101,7 @@ class HelloReply(msgspec.Struct, frozen=True, tag="welcome"):
 
 class LeaseReply(msgspec.Struct, frozen=True, tag="leased"):
     sequence: Count
-    remaining_s: float
+    remaining_s: Annotated[float, Meta(ge=0, le=MAX_LEASE_S)]
 
 
 class ReleaseReply(msgspec.Struct, frozen=True, tag="released"):

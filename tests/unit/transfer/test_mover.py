@@ -410,3 +410,17 @@ def test_memory_that_is_not_registered_by_the_peer_is_refused_when_it_is_met(mak
     pair.reader.post(command)
     assert "are not registered" in pair.event().error
     assert pair.reader.is_alive
+
+
+def test_a_rank_that_publishes_the_metadata_of_another_agent_is_refused():
+    pair = LocalPair()
+    (info,) = pair.peer.ranks
+    rogue = msgspec.structs.replace(info, agent_name="P-of-old")
+    pair.peer = msgspec.structs.replace(pair.peer, ranks=(rogue,))
+    command, _ = pair.prepare("r", 20, seed=1)
+    pair.reader.add_peer(pair.peer)
+    pair.reader.post(command)
+    found = pair.event()
+    pair.reader.close()
+    assert found.status == "failed"
+    assert "agent_name='P-of-old' and the metadata of agent" in found.error
