@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import AsyncGenerator
 from itertools import count
+from typing import Any
 
 import msgspec
 import zmq
@@ -18,6 +19,8 @@ from tandem.engine.messages import (
     CoreSettings,
     DebugQuery,
     Deltas,
+    Detail,
+    DetailQuery,
     EngineInfo,
     Heartbeat,
     Refused,
@@ -27,6 +30,7 @@ from tandem.engine.messages import (
     ToFrontend,
 )
 from tandem.engine.pulse import PULSE_S, SILENT_S, PulseWatch
+from tandem.engine.transfer_watch import TransferReport
 from tandem.errors import EngineDeadError, RequestError, TandemError
 from tandem.log import get_logger
 from tandem.scheduler.request import EngineRequest, TokenDelta
@@ -35,6 +39,8 @@ log = get_logger(__name__)
 
 # A core sends a heartbeat every second between steps. One long prefill step may take several.
 STALL_S = 60.0
+# A core answers between two steps.
+_DETAIL_S = 5.0
 
 
 class EngineClient:
@@ -49,6 +55,7 @@ class EngineClient:
         self._log_level = log_level
         self._queues: dict[str, asyncio.Queue[TokenDelta | TandemError]] = {}
         self._debug_waiters: dict[int, asyncio.Future[Heartbeat]] = {}
+        self._detail_waiters: dict[int, asyncio.Future[Detail]] = {}
         self._query_ids = count(1)
         self._stats: dict[str, float] = {}
         self._not_ready: str | None = "starting"
@@ -118,6 +125,10 @@ class EngineClient:
                 waiter = self._debug_waiters.pop(message.query_id or 0, None)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(message)
+            elif isinstance(message, Detail):
+                answered = self._detail_waiters.pop(message.query_id, None)
+                if answered is not None and not answered.done():
+                    answered.set_result(message)
             elif isinstance(message, EngineInfo):
                 self._not_ready = None
                 if not ready.done():
@@ -140,7 +151,11 @@ class EngineClient:
         log.error("engine lost: %s", error)
         for queue in self._queues.values():
             queue.put_nowait(error)
-        for waiter in self._debug_waiters.values():
+        waiters: list[asyncio.Future[Any]] = [
+            *self._debug_waiters.values(),
+            *self._detail_waiters.values(),
+        ]
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error)
 
@@ -226,6 +241,34 @@ class EngineClient:
             return self._stats
         finally:
             self._debug_waiters.pop(query_id, None)
+
+    async def timelines(self) -> list[dict[str, Any]]:
+        """Timelines of the requests that run and of the last that ended (engine/timeline.py).
+
+        Raises: EngineDeadError if the engine is lost or does not answer within 5 s.
+        """
+        return (await self._detail(has_requests=True)).requests
+
+    async def transfers(self) -> TransferReport:
+        """The series of transfers as of now. Raises: as timelines()."""
+        report = (await self._detail(has_requests=False)).transfers
+        assert report is not None
+        return report
+
+    async def _detail(self, *, has_requests: bool) -> Detail:
+        query_id = next(self._query_ids)
+        waiter: asyncio.Future[Detail] = asyncio.get_running_loop().create_future()
+        self._detail_waiters[query_id] = waiter
+        try:
+            await self._send(DetailQuery(query_id, has_requests))
+            return await asyncio.wait_for(waiter, _DETAIL_S)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"the engine did not answer within {_DETAIL_S:g} s; it may be in a long step, try "
+                "again"
+            ) from None
+        finally:
+            self._detail_waiters.pop(query_id, None)
 
     def not_ready(self) -> str | None:
         """Why the engine should get no requests now, or None."""

@@ -22,6 +22,8 @@ from tandem.engine.holds import HoldDesk
 from tandem.engine.messages import EngineInfo
 from tandem.engine.reads import ReadDesk
 from tandem.engine.sizing import log_sizing, size_engine
+from tandem.engine.transfer_watch import TransferReport
+from tandem.engine.watch import EngineWatch
 from tandem.errors import EngineDeadError, LeaseError, RequestError, TandemError
 from tandem.log import get_logger
 from tandem.models.weights import weight_files
@@ -80,7 +82,7 @@ class EngineCore:
             sizing.geometry,
             has_prefix_tree=config.cache.prefix_cache and config.transfer.role == "decode",
         )
-        self._slot = sizing.spec.slot
+        self._spec = sizing.spec
         self._scheduler = Scheduler(
             self._cache,
             replace(config.scheduler, max_num_seqs=sizing.max_num_seqs),
@@ -89,6 +91,9 @@ class EngineCore:
         )
         self._executor: Executor = start_executor(
             config, sizing.geometry.num_slabs, self._engine_id, log_level, pulse_endpoint
+        )
+        self.watch = EngineWatch(
+            config.parallel.tp, slot_nbytes=sum(placed.nbytes for placed in self._spec.slot)
         )
         self._server: TicketServer | None = None
         self._client: TicketClient | None = None
@@ -156,7 +161,8 @@ class EngineCore:
                 self._executor,
                 self._config.parallel.tp,
                 options.deadline_s,
-                slot_nbytes=sum(placed.nbytes for placed in self._slot),
+                slot_nbytes=sum(placed.nbytes for placed in self._spec.slot),
+                watch=self.watch.transfers,
             )
 
     # --- requests ---
@@ -206,6 +212,7 @@ class EngineCore:
             built = self._build(request)
             self._scheduler.add(built)
         except TandemError as error:
+            self.watch.refused(request, error)
             # Refused for its id, it may share the ticket with the request that has the id.
             if getattr(error, "param", None) != "request_id":
                 self._give_back(request.ticket)
@@ -213,7 +220,12 @@ class EngineCore:
         self._can_run = True
         if built.hold and self._holds is not None and not self._holds.register(request.request_id):
             self._scheduler.abort(request.request_id)
-            raise LeaseError(f"ticket {request.request_id} was given back before its request came")
+            early = LeaseError(
+                f"ticket {request.request_id} was given back before its request came"
+            )
+            self.watch.refused(request, early)
+            raise early
+        self.watch.queued(request)
         if built.state is RequestState.FINISHED:
             self._give_back(request.ticket)  # the ticket's first token ended it
         elif request.ticket is not None and self._reads is not None:
@@ -230,6 +242,7 @@ class EngineCore:
         """
         request = self._scheduler.abort(request_id)
         if request is not None:
+            self.watch.aborted(request_id)
             self._let_go(request)
         if self._holds is not None:
             self._holds.abort(request_id)
@@ -282,6 +295,8 @@ class EngineCore:
             for chunk in plan.chunks if plan is not None else ():
                 self._holds.advance(chunk)
             deltas = [self._with_ticket(self._holds, delta) for delta in deltas]
+            self.watch.freed(self._cache.is_held)
+        self.watch.reported(deltas)
         return deltas
 
     @staticmethod
@@ -314,6 +329,7 @@ class EngineCore:
 
     def _run(self, plan: StepPlan) -> list[TokenDelta]:
         started = time.monotonic()
+        self.watch.planned(plan)
         try:
             result = self._executor.execute(plan)
         except EngineDeadError:
@@ -323,6 +339,7 @@ class EngineCore:
         self._num_failed_steps = 0
         self._num_steps += 1
         self._compute_s += time.monotonic() - started
+        self.watch.sampled(plan)
         return self._scheduler.update(plan, result)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[TokenDelta]:
@@ -404,6 +421,19 @@ class EngineCore:
             for name, value in asdict(self._reads.totals).items():
                 stats[f"transfer_{name}"] = value
         return stats
+
+    def transfer_report(self) -> TransferReport:
+        """Series of transfers by peer, without those of peers that have ended, and quarantine."""
+        if self._client is not None:
+            self.watch.transfers.drop_dead_peers(self._client.is_peer_dead)
+        report = self.watch.transfers.report()
+        quarantined = self._cache.counts().quarantined
+        report.num_quarantined = quarantined.num_sequences
+        spec = self._spec
+        report.quarantined_nbytes = self._config.parallel.tp * (
+            quarantined.num_pages * spec.page_nbytes + quarantined.num_slots * spec.slot_nbytes
+        )
+        return report
 
     def close(self) -> None:
         """End ranks and side channels. Memory that peers may read lives until then."""

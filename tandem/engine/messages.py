@@ -1,9 +1,12 @@
 """What the processes of one engine say to each other: frontend, core and ranks. Plain msgspec
 data."""
 
+from typing import Any
+
 import msgspec
 
 from tandem.config.engine import EngineConfig
+from tandem.engine.transfer_watch import TransferReport
 from tandem.errors import (
     CapacityError,
     ConfigError,
@@ -92,7 +95,14 @@ class DebugQuery(msgspec.Struct, frozen=True, tag="debug"):
     query_id: int
 
 
-ToCore = Submit | Abort | ReleaseTicket | DebugQuery
+class DetailQuery(msgspec.Struct, frozen=True, tag="detail"):
+    """Ask for the timelines of requests, or else for the series of transfers."""
+
+    query_id: int
+    has_requests: bool
+
+
+ToCore = Submit | Abort | ReleaseTicket | DebugQuery | DetailQuery
 
 # --- core -> frontend ---
 
@@ -116,7 +126,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     query_id: int | None = None
 
 
-ToFrontend = EngineInfo | Failure | Deltas | Refused | Heartbeat
+class Detail(msgspec.Struct, frozen=True, tag="details"):
+    """Answer to a DetailQuery: `Timelines.table()`, or the series."""
+
+    query_id: int
+    requests: list[dict[str, Any]] = []
+    transfers: TransferReport | None = None
+
+
+ToFrontend = EngineInfo | Failure | Deltas | Refused | Heartbeat | Detail
 
 # --- core -> rank ---
 

@@ -16,6 +16,8 @@ from tandem.engine.messages import (
     CoreSettings,
     DebugQuery,
     Deltas,
+    Detail,
+    DetailQuery,
     Failure,
     Heartbeat,
     Refused,
@@ -82,6 +84,12 @@ class CoreProcess:
             self._core.release_ticket(message.ticket_id)
         elif isinstance(message, DebugQuery):
             self._heartbeat(message.query_id)
+        elif isinstance(message, DetailQuery):
+            watch = self._core.watch
+            if message.has_requests:
+                self.send(Detail(message.query_id, requests=watch.timelines.table()))
+            else:
+                self.send(Detail(message.query_id, transfers=self._core.transfer_report()))
 
     def _heartbeat(self, query_id: int | None) -> None:
         self._next_heartbeat = time.monotonic() + HEARTBEAT_S

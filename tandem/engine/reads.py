@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.engine.executor import Executor
+from tandem.engine.timeline import Timelines
+from tandem.engine.transfer_watch import TransferWatch
 from tandem.log import get_logger
 from tandem.state.ticket import Ticket
 from tandem.transfer.layout import PeerInfo
@@ -45,6 +47,7 @@ class _Read:
     is_given_up: bool = False
     ended_ranks: set[int] = field(default_factory=set)
     error: str | None = None
+    reason: str = "transport"  # of the error
     nbytes: int = 0
     num_descriptors: int = 0
     read_s: float = 0.0
@@ -79,6 +82,7 @@ class ReadDesk:
         slot_nbytes: what a slot holds on each rank, for the totals.
         deadline_s: a read that takes longer is given up (opening a ticket has the same limit of
             its own, in the client).
+        watch: told of every step, for people.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class ReadDesk:
         deadline_s: float,
         slot_nbytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        watch: TransferWatch | None = None,
     ) -> None:
         self._client = client
         self._executor = executor
@@ -99,6 +104,7 @@ class ReadDesk:
         self._next_look = 0.0
         self._reads: dict[str, _Read] = {}
         self._draining: dict[str, _Read] = {}
+        self._watch = watch or TransferWatch(Timelines(), num_ranks, slot_nbytes)
         self.totals = ReadTotals()
 
     def is_busy(self) -> bool:
@@ -116,6 +122,7 @@ class ReadDesk:
         """Meet the ticket's engine and keep its lease from now on, memory or not."""
         self._reads[request_id] = _Read(ticket)
         self._client.open(request_id, ticket)
+        self._watch.opened(request_id, ticket)
 
     def start(
         self, request_id: str, pages: list[int], slot: int | None, *, start_token: int = 0
@@ -125,10 +132,12 @@ class ReadDesk:
         read = self._reads[request_id]
         read.pages, read.slot, read.started = pages, slot, self._clock()
         read.start_token = start_token
+        self._watch.reserved(request_id)
 
     def abandon(self, request_id: str) -> bool:
         """The request is over. True if its memory is quiet now; else drained() tells later."""
         read = self._reads.pop(request_id)
+        self._watch.forget(request_id)
         self._client.release(read.ticket, self._num_ranks)
         if not read.is_posted or len(read.ended_ranks) == self._num_ranks:
             return True
@@ -149,9 +158,11 @@ class ReadDesk:
                 continue
             if opened.peer is None:
                 # "failed": never posted. "lost": bytes read under an ended lease are not used.
-                outcomes.append(self._fail(opened.request_id, opened.error or opened.status))
+                error = opened.error or opened.status
+                outcomes.append(self._fail(opened.request_id, opened.reason or "lease", error))
                 continue
             read.peer = opened.peer
+            self._watch.met(opened.request_id, opened.met_at)
         for request_id, read in self._reads.items():
             if read.peer is not None and read.pages is not None and not read.is_posted:
                 self._post(request_id, read, read.peer, read.pages)
@@ -177,6 +188,8 @@ class ReadDesk:
         read.is_posted = True
         read.deadline = self._clock() + self._deadline_s
         self._executor.post_move(peer, command)
+        num_pages = len(command.src_pages) - command.start_token // read.ticket.page_tokens
+        self._watch.posted(request_id, command.part, num_pages, command.dst_slot is not None)
 
     def _end_hopeless(self) -> list[ReadOutcome]:
         """Give up what is past its deadline, and what a peer that is proven dead will not send."""
@@ -188,12 +201,12 @@ class ReadDesk:
         for request_id, read in list(self._reads.items()):
             ticket = read.ticket
             if now >= read.deadline:
-                error = f"no state within {self._deadline_s:g} s"
+                reason, error = "deadline", f"no state within {self._deadline_s:g} s"
             elif is_time_to_look and self._client.is_peer_dead(ticket.engine_id, ticket.generation):
-                error = f"engine {ticket.engine_id} has ended"
+                reason, error = "peer_ended", f"engine {ticket.engine_id} has ended"
             else:
                 continue
-            outcomes.append(self._fail(request_id, error))
+            outcomes.append(self._fail(request_id, reason, error))
         return outcomes
 
     def _on_event(self, rank: int, event: MoveEvent) -> ReadOutcome | None:
@@ -201,6 +214,7 @@ class ReadDesk:
         if read is None:
             return None
         read.ended_ranks.add(rank)
+        self._watch.moved(event)
         if event.is_peer_lost and read.peer is not None:
             self._client.drop_peer(read.peer.key)
         read.nbytes += event.nbytes
@@ -208,22 +222,25 @@ class ReadDesk:
         read.read_s = max(read.read_s, event.seconds)
         if event.status != "done":
             read.error = read.error or event.error or "the read failed"
+            read.reason = "peer_lost" if event.is_peer_lost else read.reason
         if len(read.ended_ranks) < self._num_ranks:
             return None
         if read.is_given_up:
             del self._draining[event.request_id]
             return ReadOutcome(event.request_id, is_ready=False, is_quiet=True)
         if read.error is None and not self._client.keeps(event.request_id, read.ticket):
-            read.error = "the lease ended before the read was seen to end"
+            read.error, read.reason = "the lease ended before the read was seen to end", "lease"
         if read.error is not None:
-            return self._fail(event.request_id, read.error)
+            return self._fail(event.request_id, read.reason, read.error)
         del self._reads[event.request_id]
         self._client.release(read.ticket, self._num_ranks)
         self._count(read)
+        self._watch.ready(event.request_id)
         return ReadOutcome(event.request_id, is_ready=True, is_quiet=True)
 
-    def _fail(self, request_id: str, error: str) -> ReadOutcome:
+    def _fail(self, request_id: str, reason: str, error: str) -> ReadOutcome:
         self.totals.num_failed += 1
+        self._watch.failed(request_id, reason, error)
         log.warning("state of request %s was not read: %s", request_id, error)
         return ReadOutcome(request_id, False, self.abandon(request_id), error)
 

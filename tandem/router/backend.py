@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from tandem.engine.timeline import Timelines
+from tandem.engine.transfer_watch import TransferReport
 from tandem.errors import ConfigError, EngineDeadError
 from tandem.log import get_logger
 from tandem.router.link import EngineLink, LegError
@@ -80,6 +82,7 @@ class PairBackend:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_running = 0
         self._num_retries = 0
+        self._timelines = Timelines()
 
     async def start(self) -> None:
         """Begin to probe. Called again, it does nothing."""
@@ -143,14 +146,27 @@ class PairBackend:
             raise EngineDeadError("no decode engine is ready; try again")
         progress = _Progress(list(request.generated))
         self._num_running += 1
+        self._timelines.begin(request.request_id, prompt_tokens=len(request.prompt_token_ids))
+        outcome, reason = "aborted", None
         try:
-            for stage in (self._prefill, self._decode):
+            for stage, first in ((self._prefill, "first token"), (self._decode, "first decode")):
+                is_first = True
                 async with aclosing(stage(request, progress)) as deltas:
                     async for delta in deltas:
+                        if is_first:
+                            self._timelines.mark(request.request_id, first)
+                            is_first = False
+                        if delta.finish_reason is not None:
+                            outcome = "failed" if delta.error else "finished"
+                            reason = delta.error or delta.finish_reason
                         yield delta
                 if progress.is_finished:
                     return
+        except Exception as error:
+            outcome, reason = "failed", str(error)
+            raise
         finally:
+            self._timelines.end(request.request_id, outcome, reason)
             self._num_running -= 1
             if progress.holder is not None:
                 # In the background: this code may run in a request that is being cancelled.
@@ -167,12 +183,15 @@ class PairBackend:
                 request, request_id=f"{request.request_id}-p{len(tried)}", hold=True
             )
             progress.ticket_id, progress.holder = leg.request_id, link
+            self._note_leg(request, link, leg)
             try:
                 async with aclosing(link.generate(leg)) as deltas:
                     async for delta in deltas:
                         if delta.finish_reason == "error" and not delta.token_ids:
                             raise LegError(delta.error or "a prefill failed", is_taken=True)
                         progress.ticket = delta.ticket
+                        if delta.ticket is not None:
+                            self._timelines.mark(request.request_id, "ticket")
                         yield progress.take(delta, request)
                 if progress.ticket is None:
                     progress.drop_ticket()
@@ -196,6 +215,7 @@ class PairBackend:
                 ticket=progress.ticket,
                 generated=list(progress.tokens),
             )
+            self._note_leg(request, link, leg)
             try:
                 async with aclosing(link.generate(leg)) as deltas:
                     async for delta in deltas:
@@ -223,7 +243,13 @@ class PairBackend:
 
     def _retry(self, request: EngineRequest, error: LegError) -> None:
         self._num_retries += 1
+        self._timelines.mark(request.request_id, "leg lost", error=str(error)[:300])
         log.warning("request %s looks for another engine: %s", request.request_id, error)
+
+    def _note_leg(self, request: EngineRequest, link: EngineLink, leg: EngineRequest) -> None:
+        self._timelines.mark(
+            request.request_id, f"{link.candidate.role} leg", url=link.url, leg_id=leg.request_id
+        )
 
     async def release_ticket(self, ticket_id: str) -> None:
         """Nothing: tickets never leave a router."""
@@ -235,6 +261,14 @@ class PairBackend:
                 seen = "; ".join(f"{link.url}: {link.standing.reason}" for link in links)
                 reasons.append(f"no {role} engine is ready ({seen or 'none given'})")
         return Health(not reasons, "; ".join(reasons) or None)
+
+    async def timelines(self) -> list[dict[str, Any]]:
+        """The router's own: legs, their engines, tickets, retries. Engines have theirs, by leg."""
+        return self._timelines.table()
+
+    async def transfers(self) -> TransferReport | None:
+        """None: engines have theirs."""
+        return None
 
     async def stats(self) -> dict[str, Any]:
         """The router's numbers, and under `engines` one table an engine, as of now."""

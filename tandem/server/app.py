@@ -301,12 +301,17 @@ def create_app(backend: Backend, tokenizer: Tokenizer) -> FastAPI:
 
     @app.get("/metrics", response_model=None)
     async def metrics_text() -> Response:
-        text = metrics.render(await backend.stats())
+        stats, transfers = await asyncio.gather(backend.stats(), backend.transfers())
+        text = metrics.render(stats, transfers)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/debug/pools", response_model=None)
     async def pools() -> Response:
         return _json(await backend.stats())
+
+    @app.get("/debug/requests", response_model=None)
+    async def requests() -> Response:
+        return _json({"requests": await backend.timelines()})
 
     app.include_router(internal_routes(backend, tokenizer))
     _add_error_replies(app)

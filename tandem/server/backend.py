@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tandem.engine.transfer_watch import TransferReport
 from tandem.scheduler.request import EngineRequest, TokenDelta
 
 
@@ -61,4 +62,12 @@ class Backend(Protocol):
 
     async def stats(self) -> dict[str, Any]:
         """Pools and counters now: numbers by name; a router adds one such table an engine."""
+        ...
+
+    async def timelines(self) -> list[dict[str, Any]]:
+        """Timelines of what runs and of what ended last (engine/timeline.py)."""
+        ...
+
+    async def transfers(self) -> TransferReport | None:
+        """Series of transfers for metrics; None where nothing is transferred, or cannot be told."""
         ...

@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 from tandem.engine.client import EngineClient
+from tandem.engine.transfer_watch import TransferReport
+from tandem.errors import EngineDeadError
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.backend import Health, ModelInfo
 
@@ -16,6 +19,7 @@ class EngineBackend:
         self._client = client
         self._name = name
         self._created = int(time.time())
+        self._transfers: TransferReport | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -48,3 +52,14 @@ class EngineBackend:
 
     async def stats(self) -> dict[str, Any]:
         return dict(await self._client.stats())
+
+    async def timelines(self) -> list[dict[str, Any]]:
+        return await self._client.timelines()
+
+    async def transfers(self) -> TransferReport | None:
+        """The last known ones while the engine does not answer: a scrape must not fail for that."""
+        if self._client.info.role != "decode":
+            return None
+        with suppress(EngineDeadError):
+            self._transfers = await self._client.transfers()
+        return self._transfers

@@ -8,7 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from tandem.engine.transfer_watch import TransferReport
 from tandem.server.generation import ChoiceDelta
+from tandem.server.transfer_metrics import TransferCollector
 
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -33,6 +35,8 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._engine = _EngineGauges()
         self.registry.register(self._engine)
+        self._transfers = TransferCollector()
+        self.registry.register(self._transfers)
         self._requests = Counter(
             "tandem_requests",
             "HTTP requests answered",
@@ -79,8 +83,11 @@ class ServerMetrics:
     def watch(self, num_prompt_tokens: int, num_choices: int) -> "RequestWatch":
         return RequestWatch(self, num_prompt_tokens, num_choices)
 
-    def render(self, engine_stats: Mapping[str, Any]) -> bytes:
+    def render(
+        self, engine_stats: Mapping[str, Any], transfers: TransferReport | None = None
+    ) -> bytes:
         """The text that Prometheus scrapes."""
+        self._transfers.report = transfers
         self._engine.stats = engine_stats
         return generate_latest(self.registry)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -198,6 +199,38 @@ def test_a_pair_says_what_one_engine_says(single: Served, pair: Served) -> None:
     difference = {name: after[name] - before[name] for name in CHANGES}
     # Two choices are two reads; an answer of one token is none.
     assert list(difference.values()) == [len(CASES), 0, 0]
+
+
+def test_a_request_can_be_followed_through_router_and_engines(pair: Served) -> None:
+    secret = "a prompt that nobody else may read"
+    with pair.client() as client:
+        reply_id = client.completions.create(
+            model=MODEL, prompt=secret, temperature=0, max_tokens=4
+        ).id
+    router = timeline(pair.url, reply_id)
+    names = [event["event"] for event in router["events"]]
+    assert names[0] == "arrived"
+    legs = [event for event in router["events"] if event["event"].endswith(" leg")]
+    assert [leg["event"] for leg in legs] == ["prefill leg", "decode leg"]
+    assert names[-2:] == ["first decode", "finished"]
+    for leg, end in zip(legs, ("freed", "finished"), strict=True):
+        deadline = time.monotonic() + 20
+        while (row := timeline(leg["url"], leg["leg_id"]))["state"] != end:
+            assert time.monotonic() < deadline, row
+            time.sleep(0.05)
+    for url in (pair.url, *(leg["url"] for leg in legs)):
+        shown = httpx.get(f"{url}/debug/requests", trust_env=False).text
+        assert secret not in shown
+        assert "token_ids" not in shown
+    metrics = httpx.get(f"{legs[1]['url']}/metrics", trust_env=False).text
+    series = f'peer="{row["peer"]}",phase="transfer"'
+    assert re.search(f"transfer_phase_seconds_count{{address=.*,{series}}} [1-9]", metrics)
+
+
+def timeline(url: str, request_id: str) -> dict[str, Any]:
+    """The row of a request, or of the one sequence of it."""
+    rows = httpx.get(f"{url}/debug/requests", trust_env=False).json()["requests"]
+    return next(row for row in rows if row["request_id"].startswith(request_id))
 
 
 def start_long_answer(served: Served, max_tokens: int = ENDLESS) -> tuple[openai.OpenAI, Any]:

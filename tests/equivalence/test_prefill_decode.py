@@ -457,3 +457,42 @@ def test_a_refused_request_gives_its_ticket_back(engines: Engines) -> None:
     start = time.monotonic()
     wait_until_idle(prefill, decode)
     assert time.monotonic() - start < 5  # not at the end of its lease
+
+
+# --- what is seen of it ---
+
+
+def test_both_sides_show_what_happened_to_a_request(engines: Engines) -> None:
+    prefill, decode = engines.get("prefill", 1), engines.get("decode", 1)
+    before = decode.transfer_report()
+    (prompt,) = random_prompts([40], seed=8)
+    item = request("seen", prompt, greedy(5))
+    ticket = hold(prefill, item)
+    run(decode, [msgspec.structs.replace(item, ticket=ticket)])
+    wait_until_idle(prefill, decode)
+    rows = [
+        next(row for row in core.watch.timelines.table() if row["request_id"] == "seen")
+        for core in (prefill, decode)
+    ]
+    names = [[event["event"] for event in row["events"]] for row in rows]
+    assert names[0] == ["arrived", "queued", "admitted", "first token", "held", "freed"]
+    # Handshake and memory are waited for side by side.
+    assert sorted(names[1][2:5]) == ["admitted", "handshake", "lease"]
+    assert names[1][:2] + names[1][5:] == [
+        *("arrived", "queued", "part 0 posted", "part 0 done", "ready", "first decode"),
+        "finished",
+    ]
+    assert rows[0]["ticket_id"] == rows[1]["ticket_id"] == ticket.ticket_id
+    assert rows[1]["peer"] == ticket.engine_id
+    after = decode.transfer_report()
+    peer = next(peer for peer in after.peers if peer.engine_id == ticket.engine_id)
+    assert all(sum(times.counts) >= 1 for times in peer.phases.values())
+    # Series and totals tell the same, and nothing is left in quarantine.
+    stats = decode.stats()
+    of_all = [peer.parts for peer in after.peers]
+    assert sum(parts["slots"].nbytes for parts in of_all) == stats["transfer_slot_nbytes"]
+    assert sum(parts["pages"].nbytes for parts in of_all) == stats["transfer_page_nbytes"]
+    num_descriptors = sum(part.num_descriptors for parts in of_all for part in parts.values())
+    assert num_descriptors == stats["transfer_num_descriptors"]
+    assert after.failures == before.failures
+    assert (after.num_quarantined, after.quarantined_nbytes) == (0, 0)

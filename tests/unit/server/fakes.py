@@ -84,6 +84,12 @@ class ScriptedEngine:
     async def stats(self):
         return {"free_pages": 9, "held_pages": len(self.held), "running": self.counts["running"]}
 
+    async def timelines(self):
+        return [{"request_id": request.request_id} for request in self.requests]
+
+    async def transfers(self):
+        return None
+
     async def release_ticket(self, ticket_id):
         self.counts["released"] += 1
         self.held.pop(ticket_id, None)
