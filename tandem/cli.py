@@ -175,27 +175,63 @@ def demo(
 @_with_settings
 def bench_offline(
     model: Annotated[
-        str | None, typer.Argument(help="local HF folder; default: 221.6M Mamba-2 hybrid, random")
+        str | None,
+        typer.Argument(
+            help="local HF folder, or a config that ships with Tandem (mamba2-220m, "
+            "nemotron-3-nano-30b, nemotron-h-8b) with random weights; default: mamba2-220m"
+        ),
     ] = None,
-    prefill_tokens: Annotated[list[int] | None, typer.Option(help="prompt lengths")] = None,
+    prefill_tokens: Annotated[
+        list[str] | None, typer.Option(help="prompts, as 512, or 16x8192 for 16 at once; or none")
+    ] = None,
     batches: Annotated[list[int] | None, typer.Option(help="decode batches")] = None,
-    steps: Annotated[int, typer.Option(help="decode steps timed at each batch")] = 32,
+    decode_prompt: Annotated[
+        int | None, typer.Option(help="prompt tokens before decode is timed")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="decode steps timed at each batch")] = None,
+    mixed: Annotated[
+        str | None,
+        typer.Option(help="requests at once x tokens in x out, as 512x1024x256; or none"),
+    ] = None,
+    profile: Annotated[
+        list[int] | None, typer.Option(help="decode batches whose kernels are listed")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="file for the result so far, as JSON")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
     log_level: LogLevel = "WARNING",
     **settings: Any,
 ) -> None:
-    """Prefill and decode rates of one engine, without HTTP, beside the machine's limits."""
-    from tandem.bench.offline import run_offline
-
-    _require_counts(steps=[steps], batches=batches, prefill_tokens=prefill_tokens)
-    tandem_log.configure(log_level)
-    result = run_offline(
-        _bench_config(model, settings),
-        prefill_tokens=prefill_tokens or [512],
-        batches=batches or [1, 8, 32],
-        num_steps=steps,
+    """What one engine does without HTTP, beside the machine's limits. Defaults fit the machine."""
+    _require_counts(
+        steps=[steps] if steps is not None else None,
+        decode_prompt=[decode_prompt] if decode_prompt is not None else None,
+        batches=batches,
     )
-    _show_bench(result, as_json)
+    for text in prefill_tokens or ():
+        if text.startswith("-"):
+            _require_counts(prefill_tokens=[-1])
+    from pathlib import Path
+
+    import tandem.bench.offline as offline
+
+    config = _bench_config(model, settings)
+    cases = offline.default_cases(
+        offline.has_gpu(),
+        prompts=prefill_tokens,
+        batches=batches,
+        mixed=mixed,
+        decode_prompt=decode_prompt,
+        num_steps=steps,
+        budget_tokens=config.scheduler.budget_tokens,
+        profiled=profile,
+    )
+    tandem_log.configure(log_level)
+
+    def save(result: dict[str, Any]) -> None:
+        if out is not None:
+            Path(out).write_text(json.dumps(result, indent=1))
+
+    _show_bench(offline.run_offline(config, cases, save), as_json)
 
 
 @bench_app.command("pair")
@@ -270,11 +306,12 @@ def _require_counts(**named: list[int] | None) -> None:
 
 
 def _bench_config(model: str | None, settings: dict[str, Any]) -> EngineConfig:
-    """The model that was named, or the one whose figures docs/performance.md has."""
+    """A model folder, or one of the configs that ship with Tandem, whose weights are random."""
     from importlib.resources import files
 
-    if model is None:
-        model = str(files("tandem.bench") / "models" / "mamba2-220m")
+    shipped = files("tandem.bench") / "models" / (model or "mamba2-220m")
+    if model is None or ("/" not in model and not os.path.exists(model) and shipped.is_dir()):
+        model = str(shipped)
         settings = {**settings, "load_format": "random"}
     return build_config(model, settings)
 

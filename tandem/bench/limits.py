@@ -16,6 +16,7 @@ from tandem.config.model import (
     MixerConfig,
     MlpConfig,
     ModelConfig,
+    MoeConfig,
 )
 from tandem.state.spec import build_state_spec
 from tandem.units import dtype_nbytes
@@ -31,12 +32,20 @@ class Machine:
 
 
 def measure_machine(threads: int) -> Machine:
-    """Ceilings on random data: the best of several reads of 1 GiB and of several bf16 products.
+    """Ceilings on random data: the best of several reads of 1 GiB and of several bf16 products; of
+    the GPU where there is one, by a copy and a larger product.
 
     The best and not the median: a ceiling that a neighbour lowered would flatter every figure.
     """
     import torch
 
+    if torch.cuda.is_available():
+        from tandem.bench.kernels import measure_ceilings
+
+        with torch.inference_mode():
+            bytes_per_s, flops_per_s = measure_ceilings()
+        torch.cuda.empty_cache()  # gigabytes that the model needs
+        return Machine(bytes_per_s, flops_per_s, threads)
     torch.set_num_threads(threads)
     data = torch.randn(1 << 28)  # 1 GiB of fp32, far beyond any cache
     left = torch.randn(1024, 2048).bfloat16()
@@ -81,26 +90,70 @@ def feed_forward_parameters(item: FeedForwardConfig, hidden_size: int) -> tuple[
 
 
 @dataclass(frozen=True)
+class ExpertLayer:
+    """Routed experts of one layer; `num_weights` of each."""
+
+    num_experts: int
+    top_k: int
+    num_weights: int
+
+    def expected_touched(self, num_tokens: int) -> float:
+        """Experts that at least one token chooses, if all are chosen alike and independently."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True)
 class Work:
-    """Matrix weights (held and used by one token), and bytes of state of one sequence."""
+    """Matrix weights (held and used by one token), and bytes of state of one sequence.
+
+    num_head_weights: of all, those that only sampled tokens use.
+    attention_flops: of one query with one key, over all heads and layers.
+    """
 
     num_weights: int
     num_used_weights: int
     weight_nbytes: int
     state_nbytes: int
     kv_nbytes_per_token: int
+    num_head_weights: int = 0
+    attention_flops: int = 0
+    experts: tuple[ExpertLayer, ...] = ()
+
+    def read_weights(self, num_tokens: int, touched: float | None = None) -> float:
+        """Weights that a step of `num_tokens` tokens reads.
+
+        touched: experts that were chosen, on average over the layers; None: as expected of a router
+            that spreads evenly.
+        """
+        routed = sum(layer.num_experts * layer.num_weights for layer in self.experts)
+        chosen = sum(
+            layer.num_weights * (layer.expected_touched(num_tokens) if touched is None else touched)
+            for layer in self.experts
+        )
+        return self.num_weights - routed + chosen
 
 
 def count_work(model: ModelConfig) -> Work:
     """Per rank 0 of 1. The embedding is read by row and not counted; the head is."""
-    held = used = model.vocab_size * model.hidden_size
+    head = model.vocab_size * model.hidden_size
+    held = used = head
+    attention_flops = 0
+    experts: list[ExpertLayer] = []
     for layer in model.layers:
         for mixer in layer.mixers:
             size = mixer_parameters(mixer, model.hidden_size)
             held, used = held + size, used + size
-        if layer.feed_forward is not None:
-            all_of, one_of = feed_forward_parameters(layer.feed_forward, model.hidden_size)
+            if isinstance(mixer, AttentionConfig):
+                attention_flops += 4 * mixer.num_heads * mixer.head_dim
+        item = layer.feed_forward
+        if item is not None:
+            all_of, one_of = feed_forward_parameters(item, model.hidden_size)
             held, used = held + all_of, used + one_of
+            if isinstance(item, MoeConfig):
+                width = item.latent_size or model.hidden_size
+                experts.append(
+                    ExpertLayer(item.num_experts, item.top_k, 2 * width * item.intermediate_size)
+                )
     spec = build_state_spec(model, tp=1, rank=0, page_tokens=16)
     return Work(
         num_weights=held,
@@ -108,21 +161,35 @@ def count_work(model: ModelConfig) -> Work:
         weight_nbytes=held * dtype_nbytes(model.dtype),
         state_nbytes=spec.slot_nbytes,
         kv_nbytes_per_token=spec.page_nbytes // 16,
+        num_head_weights=head,
+        attention_flops=attention_flops,
+        experts=tuple(experts),
     )
 
 
-def prefill_floor_s(work: Work, machine: Machine, num_tokens: int) -> float:
-    """Matrix products alone, at the measured rate."""
-    return 2.0 * work.num_used_weights * num_tokens / machine.flops_per_s
+def prefill_floor_s(work: Work, machine: Machine, num_tokens: int, num_rows: int = 1) -> float:
+    """`num_rows` whole prompts of `num_tokens` each: the products and causal attention at the
+    measured rate, or the weights read once and all state written, whichever is longer."""
+    total = num_rows * num_tokens
+    flops = 2.0 * (work.num_used_weights - work.num_head_weights) * total
+    flops += 2.0 * work.num_head_weights * num_rows
+    flops += work.attention_flops * num_rows * num_tokens * (num_tokens + 1) / 2
+    nbytes = work.read_weights(total) * (work.weight_nbytes / work.num_weights)
+    nbytes += num_rows * work.state_nbytes + total * work.kv_nbytes_per_token
+    return max(nbytes / machine.bytes_per_s, flops / machine.flops_per_s)
 
 
-def decode_floor_s(work: Work, machine: Machine, batch: int, context: int) -> float:
-    """Weights once, state read and written, K/V read; or the products, whichever is longer."""
-    weights = min(work.num_weights, work.num_used_weights * batch)
+def decode_floor_s(
+    work: Work, machine: Machine, batch: int, context: int, touched: float | None = None
+) -> float:
+    """Weights once, state read and written, K/V read; or the products, whichever is longer.
+
+    touched: see `Work.read_weights`.
+    """
     nbytes = (
-        weights * (work.weight_nbytes / work.num_weights)
+        work.read_weights(batch, touched) * (work.weight_nbytes / work.num_weights)
         + batch * 2 * work.state_nbytes
         + batch * context * work.kv_nbytes_per_token
     )
-    flops = 2.0 * work.num_used_weights * batch
+    flops = batch * (2.0 * work.num_used_weights + work.attention_flops * context)
     return max(nbytes / machine.bytes_per_s, flops / machine.flops_per_s)

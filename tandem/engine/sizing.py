@@ -1,12 +1,12 @@
 """How much memory an engine gets and what fits into it: decided once, before weights are read."""
 
-import os
 from dataclasses import dataclass
 
 from tandem.config.engine import EngineConfig
 from tandem.config.model import ModelConfig
 from tandem.errors import ConfigError
 from tandem.log import get_logger
+from tandem.runner.memory import memory_of_rank
 from tandem.scheduler.policy import capacity_table
 from tandem.state.arena import ArenaGeometry, build_geometry, geometry_for_memory
 from tandem.state.spec import StateSpec, build_state_spec
@@ -94,8 +94,7 @@ def _arena_nbytes(config: EngineConfig, spec: StateSpec, limit: int) -> int:
         one.slabs_for(pages, num_seqs),
         one.slabs_for(ceil_div(limit, spec.page_tokens), 1) if spec.page_nbytes else 0,
     )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = int(memory * _SHARE_OF_MEMORY) // config.parallel.tp
+    most = int(memory_of_rank(config.parallel.tp) * _SHARE_OF_MEMORY)
     return min(wanted * one.slab_nbytes, most)
 
 

@@ -3,6 +3,7 @@
 It allocates and views; who owns which page or slot is decided elsewhere (cache/).
 """
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,6 +40,13 @@ class Arena:
     geometry: ArenaGeometry
     views: dict[int, dict[str, torch.Tensor]]
     padding: Padding | None = None
+
+
+def memory_of_rank(tp: int) -> int:
+    """Bytes of memory that each of `tp` ranks may count on: a GPU's, or its share of the host's."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // tp
 
 
 def torch_dtype(name: str) -> torch.dtype:

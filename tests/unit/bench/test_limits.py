@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.bench import limits
 from tandem.bench.limits import (
+    ExpertLayer,
     Machine,
     Work,
     count_work,
@@ -24,6 +26,9 @@ WORK = Work(
     weight_nbytes=2000,
     state_nbytes=300,
     kv_nbytes_per_token=7,
+    num_head_weights=20,
+    attention_flops=6,
+    experts=(ExpertLayer(num_experts=8, top_k=2, num_weights=100),),
 )
 
 
@@ -68,17 +73,57 @@ def test_a_token_uses_all_weights_but_those_of_other_experts(name: str, tmp_path
     assert (unused > 0) == name.startswith("nemotron_h_")
 
 
-def test_prefill_is_bound_by_products() -> None:
-    assert prefill_floor_s(WORK, MACHINE, 100) == pytest.approx(2 * 400 * 100 / 1e10)
+def test_prefill_is_bound_by_products_and_attention() -> None:
+    fast = replace(MACHINE, bytes_per_s=1e15)
+    # The head works for the last token alone; a token attends to itself and all before it.
+    flops = 2 * 380 * 100 + 2 * 20 + 6 * 100 * 101 / 2
+    assert prefill_floor_s(WORK, fast, 100) == pytest.approx(flops / 1e10)
+    assert prefill_floor_s(WORK, fast, 100, 3) == pytest.approx(3 * flops / 1e10)
+
+
+def test_a_short_prefill_is_bound_by_the_weights() -> None:
+    slow = replace(MACHINE, bytes_per_s=1e6)
+    nbytes = 2 * WORK.read_weights(4) + 300 + 4 * 7
+    assert prefill_floor_s(WORK, slow, 4) == pytest.approx(nbytes / 1e6)
 
 
 def test_decode_is_bound_by_what_must_move() -> None:
     # One sequence reads the weights that it uses, its state twice and its keys and values.
     assert decode_floor_s(WORK, MACHINE, 1, 10) == pytest.approx((800 + 600 + 70) / 1e9)
-    # More sequences read more experts, but no more than there are.
-    assert decode_floor_s(WORK, MACHINE, 4, 10) == pytest.approx((2000 + 4 * 670) / 1e9)
+    # Of 8 experts of 100 weights each, four sequences choose 5.47 if they choose 2 alike.
+    read = 200 + 100 * 8 * (1 - 0.75**4)
+    assert decode_floor_s(WORK, MACHINE, 4, 10) == pytest.approx((2 * read + 4 * 670) / 1e9)
+    # What was counted is better than what is expected.
+    assert decode_floor_s(WORK, MACHINE, 4, 10, touched=3) == pytest.approx((1000 + 4 * 670) / 1e9)
 
 
 def test_decode_is_bound_by_products_where_memory_is_fast() -> None:
     fast = replace(MACHINE, bytes_per_s=1e15)
-    assert decode_floor_s(WORK, fast, 8, 10) == pytest.approx(2 * 400 * 8 / 1e10)
+    assert decode_floor_s(WORK, fast, 8, 10) == pytest.approx(8 * (2 * 400 + 6 * 10) / 1e10)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_one_token_reads_the_weights_that_it_uses(name: str, tmp_path: Path) -> None:
+    config, _ = build_tiny(name)
+    config.save_pretrained(tmp_path)
+    work = count_work(load_model_config(tmp_path))
+    assert work.read_weights(1) == pytest.approx(work.num_used_weights)
+    assert work.num_used_weights <= work.read_weights(7) <= work.num_weights
+    assert work.read_weights(10**6) == pytest.approx(work.num_weights)
+    assert work.num_head_weights == 512 * 64
+
+
+def test_shipped_configs_are_of_the_sizes_in_their_names() -> None:
+    """Parameters, without norms and convolutions; the embedding counts twice where it is not
+    tied."""
+    folder = Path(limits.__file__).parent / "models"
+    sizes = {}
+    for path in sorted(folder.iterdir()):
+        model = load_model_config(path)
+        work = count_work(model)
+        untied = 0 if model.tie_embeddings else work.num_head_weights
+        sizes[path.name] = (work.num_weights + untied) / 1e9
+        assert work.num_used_weights < 4.1e9 or path.name == "nemotron-h-8b"
+    assert sizes == pytest.approx(
+        {"mamba2-220m": 0.2214, "nemotron-3-nano-30b": 31.57, "nemotron-h-8b": 8.1}, rel=0.01
+    )
