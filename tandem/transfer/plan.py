@@ -121,8 +121,12 @@ class RankPlan:
         starts, lengths = self.local.intervals(local_ids)
         sources, src_lengths = self.remote.intervals(remote_ids)
         assert np.array_equal(lengths, src_lengths)
-        joined = (starts[:-1] + lengths[:-1] == starts[1:]) & (
-            sources[:-1] + lengths[:-1] == sources[1:]
+        # Neighbours are joined within a row only: the slot behind the last page stays apart.
+        joined = (
+            (np.diff(local_ids) == 1)
+            & (np.diff(remote_ids) == 1)
+            & (starts[:-1] + lengths[:-1] == starts[1:])
+            & (sources[:-1] + lengths[:-1] == sources[1:])
         )
         return MoveIds(
             peer_rank=self.src_rank,

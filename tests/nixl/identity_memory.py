@@ -14,7 +14,7 @@ import numpy as np
 
 from tandem.state.arena import ArenaGeometry, build_geometry
 from tandem.state.kinds import Component
-from tandem.state.spec import LayerComponent, place_components
+from tandem.state.spec import LayerComponent, StateSpec, place_components
 from tandem.transfer.layout import RankLayout
 from tandem.transfer.plan import Placement
 from tests.unit.transfer.element_map import Element, ElementMap
@@ -65,13 +65,16 @@ class Side:
     def maps(self) -> list[ElementMap]:
         return [ElementMap(self.kept, self.tp, rank, self.page_tokens) for rank in range(self.tp)]
 
+    def spec(self, rank: int) -> StateSpec:
+        return place_components(self.kept, tp=self.tp, rank=rank, page_tokens=self.page_tokens)
+
     @cached_property
     def geometry(self) -> ArenaGeometry:
-        one = self.maps[0]
+        spec = self.spec(0)
         return build_geometry(
             page_tokens=self.page_tokens,
-            page_nbytes=one.page_nbytes,
-            slot_nbytes=one.slot_nbytes,
+            page_nbytes=spec.page_nbytes,
+            slot_nbytes=spec.slot_nbytes,
             num_slabs=self.num_slabs,
         )
 
@@ -110,8 +113,7 @@ class IdentityMemory:
         whole = mmap.mmap(-1, nbytes + 2 * GUARD_NBYTES, flags=flags)
         self.whole = np.frombuffer(whole, dtype=np.uint8)
         self.buffer = self.whole[GUARD_NBYTES:-GUARD_NBYTES]
-        spec = place_components(side.kept, tp=side.tp, rank=rank, page_tokens=side.page_tokens)
-        self.layout = RankLayout(self.buffer.ctypes.data, spec, side.geometry)
+        self.layout = RankLayout(self.buffer.ctypes.data, side.spec(rank), side.geometry)
 
     def write(self, address: int, nbytes: int, number: int) -> None:
         self.buffer[address : address + nbytes] = np.frombuffer(
