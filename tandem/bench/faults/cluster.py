@@ -70,6 +70,10 @@ class Server:
     def url(self) -> str:
         return f"http://{self.place.host}:{self.port}"
 
+    def option(self, flag: str) -> str:
+        """The value of a flag of its command."""
+        return self.words[self.words.index(flag) + 1]
+
     @property
     def log(self) -> str:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")

@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import Any
@@ -65,7 +64,7 @@ class Outcome:
     """What became of one request.
 
     `kind`: "running", "right", "wrong", "error" (it was told clearly that it failed), "cut" (the
-    connection ended without a word), "hung" (nothing came for the patience of the load), "left"
+    connection ended without a word), "refused" (nobody listens there), "hung" (nothing came for the patience of the load), "left"
     (the client itself went away).
     """
 
@@ -96,6 +95,7 @@ class Outcome:
 async def send(client: httpx.AsyncClient, url: str, outcome: Outcome, patience_s: float) -> None:
     """Run one request to its end, whatever that is; never raises for what the server does."""
     body = outcome.case.body()
+    is_over = False
     try:
         async with asyncio.timeout(patience_s) as patience:
             loop = asyncio.get_running_loop()
@@ -103,18 +103,19 @@ async def send(client: httpx.AsyncClient, url: str, outcome: Outcome, patience_s
                 if reply.status_code != 200:
                     _refused(outcome, reply.status_code, await reply.aread())
                     return
-                lines: Any = reply.aiter_lines()  # a generator, to be closed after an early end
-                async with aclosing(lines):
-                    async for line in lines:
-                        patience.reschedule(loop.time() + patience_s)
-                        if not line.startswith("data: "):
-                            continue
-                        outcome.heard.append(time.monotonic())
-                        if _take(outcome, line.removeprefix("data: ")):
-                            return
-                outcome.kind, outcome.detail = "cut", "the stream ended without [DONE]"
+                async for line in reply.aiter_lines():
+                    patience.reschedule(loop.time() + patience_s)
+                    if not line.startswith("data: "):
+                        continue
+                    outcome.heard.append(time.monotonic())
+                    if _take(outcome, line.removeprefix("data: ")):
+                        is_over = True  # and read on, so that the connection ends in order
+                if not is_over:
+                    outcome.kind, outcome.detail = "cut", "the stream ended without [DONE]"
     except TimeoutError:
         outcome.kind, outcome.detail = "hung", f"nothing for {patience_s:g} s"
+    except httpx.ConnectError as error:
+        outcome.kind, outcome.detail = "refused", str(error)
     except httpx.TransportError as error:
         outcome.kind, outcome.detail = "cut", str(error) or type(error).__name__
     finally:
@@ -262,7 +263,7 @@ class Load:
     async def _worker(self, client: httpx.AsyncClient) -> None:
         while not self._is_stopping:
             outcome = await self._one(client, self._draw.choice(self._cases))
-            if outcome.kind in ("error", "cut"):
+            if outcome.kind in ("error", "cut", "refused"):
                 await asyncio.sleep(0.2)  # a service that is down is not asked without pause
 
     async def _one(self, client: httpx.AsyncClient, case: Case) -> Outcome:

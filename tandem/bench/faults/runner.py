@@ -120,7 +120,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     rows = [result.as_json() for result in results]
     totals = {
         name: sum(row[name] for row in rows)
-        for name in ("faults", "requests", "right", "lost", "left", "wrong")
+        for name in ("faults", "requests", "right", "lost", "left", "refused", "wrong")
     }
     return {
         "totals": {**totals, "problems": sum(len(row["problems"]) for row in rows)},

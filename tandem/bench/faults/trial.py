@@ -148,7 +148,7 @@ class Trial:
         return Result(self.faults, outcomes, self.problems, idle_s, self.notes)
 
     def _judge(self, outcomes: Sequence[Outcome]) -> None:
-        bad = {"wrong", "hung"} if self.may_cut else {"wrong", "hung", "cut"}
+        bad = {"wrong", "hung"} if self.may_cut else {"wrong", "hung", "cut", "refused"}
         for outcome in outcomes:
             if outcome.kind in bad:
                 self.problems.append(f"{outcome.kind}: {outcome.detail}")
@@ -218,6 +218,7 @@ class Result:
             "right": kinds.count("right"),
             "lost": sum(kinds.count(kind) for kind in ("error", "cut", "hung")),
             "left": kinds.count("left"),
+            "refused": kinds.count("refused"),
             "wrong": kinds.count("wrong"),
             "recover_median_s": round(statistics.median(recover), 2) if recover else 0.0,
             "recover_max_s": round(max(recover), 2) if recover else 0.0,

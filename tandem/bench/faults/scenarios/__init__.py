@@ -4,6 +4,7 @@ from tandem.bench.faults.scenarios import (
     clients,
     clocks,
     deaths,
+    liars,
     networks,
     restarts,
     stops,
@@ -12,6 +13,6 @@ from tandem.bench.faults.scenarios.scenario import Scenario
 
 SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
-    for module in (deaths, stops, restarts, networks, clocks, clients)
+    for module in (deaths, stops, restarts, liars, networks, clocks, clients)
     for scenario in module.SCENARIOS
 }
