@@ -64,8 +64,8 @@ class Outcome:
     """What became of one request.
 
     `kind`: "running", "right", "wrong", "error" (it was told clearly that it failed), "cut" (the
-    connection ended without a word), "refused" (nobody listens there), "hung" (nothing came for the patience of the load), "left"
-    (the client itself went away).
+    connection ended without a word), "refused" (nobody listens there), "hung" (nothing came for
+    the patience of the load), "left" (the client itself went away).
     """
 
     case: Case

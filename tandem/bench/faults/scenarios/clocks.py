@@ -48,12 +48,19 @@ def _serve_and_lose_one(trial: Trial) -> None:
     """Every pair of clocks reads from every other; then one that is ahead dies."""
     trial.inject(f"clocks {_SKEW_S} s apart", lambda: trial.let_run(15.0))
     for victim in (trial.cluster.prefill[0], trial.cluster.decode[1]):
+        _note_reads(trial)
         fault = trial.inject(f"{victim.name}, ahead by {_SKEW_S} s, killed", victim.kill)
         trial.wait_for_affected(fault)
         trial.mend()
+        trial.let_run(8.0)
+
+
+def _note_reads(trial: Trial) -> None:
     for decode in trial.cluster.decode:
-        pools = decode.pools()
-        trial.notes[f"reads of {decode.name}"] = pools.get("transfer_num_done")
+        num_done = decode.pools().get("transfer_num_done")
+        trial.notes[f"reads of {decode.name}"] = num_done
+        if not num_done:
+            trial.problems.append(f"{decode.name} has read from nobody")
 
 
 SCENARIOS = [

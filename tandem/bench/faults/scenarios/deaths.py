@@ -6,6 +6,8 @@ from tandem.bench.faults.cluster import Server
 from tandem.bench.faults.scenarios.scenario import STATES, Scenario, hold, reach, release
 from tandem.bench.faults.trial import Trial
 
+_NUM_READERS = 20
+
 
 def _kill_in_each_state(trial: Trial, role: str) -> None:
     p, d = trial.cluster.prefill[0], trial.cluster.decode[0]
@@ -31,7 +33,33 @@ def _make_strangers(trial: Trial, server: Server) -> None:
     trial.mend()
 
 
+def _kill_readers(trial: Trial) -> None:
+    """Their source lives on, or (UCX over TCP may abort it) its requests do."""
+    p, d = trial.cluster.prefill[0], trial.cluster.decode[0]
+    num_lost = 0
+    for number in range(_NUM_READERS):
+        reach(trial, "reading", p, d)
+        is_stalled = number % 2 == 1
+        if is_stalled:
+            hold("reading", p)
+        fault = trial.inject(f"reader killed, {number + 1}", partial(d.kill, "core"))
+        if is_stalled:
+            release("reading", p)
+        trial.wait_for_affected(fault)
+        trial.let_run(1.0)
+        num_lost += not p.is_running()
+        trial.mend()
+    trial.notes["sources that ended with their readers"] = num_lost
+
+
 SCENARIOS = [
+    Scenario(
+        "kill-readers",
+        f"SIGKILL of a decode engine in the middle of a read, {_NUM_READERS} times, every other "
+        "time with a stalled source",
+        _kill_readers,
+        is_tcp=True,
+    ),
     Scenario(
         "kill-prefill",
         "SIGKILL of a prefill engine in each state of its requests",
