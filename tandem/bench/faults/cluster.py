@@ -201,6 +201,7 @@ class Cluster:
         flags: of every engine.
         places: where the servers run, by name ("p0", "d1", "router"); default: here.
         environments: more of the environment, by name.
+        more_flags: of single engines, by name.
     """
 
     def __init__(
@@ -214,11 +215,13 @@ class Cluster:
         environment: dict[str, str] | None = None,
         places: dict[str, Place] | None = None,
         environments: dict[str, dict[str, str]] | None = None,
+        more_flags: dict[str, Sequence[str]] | None = None,
     ) -> None:
-        places, environments = places or {}, environments or {}
+        places, environments, more_flags = places or {}, environments or {}, more_flags or {}
         folder.mkdir(parents=True, exist_ok=True)
 
         def make(name: str, words: list[str]) -> Server:
+            words += more_flags.get(name, [])
             own = {**(environment or {}), **environments.get(name, {})}
             return Server(name, words, folder, places.get(name, HERE), own)
 

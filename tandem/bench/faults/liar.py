@@ -25,9 +25,10 @@ from tandem.transfer.protocol import (
     encode,
     version_tag,
 )
+from tandem.transfer.seal import bare, split
 
 Frames = list[bytes]
-# What is said instead of a reply: other frames, or nothing at all.
+# From tag and payload of a reply to all frames that are sent instead, or to nothing at all.
 Lie = Callable[[Frames], Frames | None]
 
 
@@ -56,7 +57,8 @@ class Liar:
                 asker, *frames = self._front.recv_multipart()
                 back.send_multipart(frames)
             while back.poll(10) and asker is not None:
-                answer = self._lie(back.recv_multipart())
+                tag, _, payload = split(back.recv_multipart())
+                answer = self._lie([tag, payload])
                 if answer is not None:
                     self._front.send_multipart([asker, *answer])
         back.close(linger=0)
@@ -73,7 +75,7 @@ def _of(kind: type[Any], change: Callable[[Any], Reply]) -> Lie:
 
     def lie(frames: Frames) -> Frames:
         reply = decode_reply(frames)
-        return encode(change(reply)) if isinstance(reply, kind) else frames
+        return bare(encode(change(reply)) if isinstance(reply, kind) else frames)
 
     return lie
 
@@ -108,9 +110,9 @@ def _lease(remaining_s: float) -> Lie:
     def lie(frames: Frames) -> Frames:
         reply = decode_reply(frames)
         if not isinstance(reply, LeaseReply):
-            return frames
+            return bare(frames)
         message = {"type": "leased", "sequence": reply.sequence, "remaining_s": remaining_s}
-        return [frames[0], msgspec.msgpack.encode(message)]
+        return bare([frames[0], msgspec.msgpack.encode(message)])
 
     return lie
 
@@ -140,12 +142,13 @@ LIES: dict[str, Lie] = {
     "another generation": _of(
         HelloReply, lambda it: msgspec.structs.replace(it, generation="another")
     ),
-    "a truncated message": lambda frames: [frames[0], frames[1][: len(frames[1]) // 2]],
-    "an oversized message": lambda frames: [frames[0], bytes(MAX_REPLY_NBYTES + 1)],
-    "random bytes": lambda frames: [os.urandom(16), os.urandom(4096)],
-    "bytes that are no map": lambda frames: [frames[0], b"\xc1" * 64],
-    "maps in maps without end": lambda frames: [frames[0], b"\x81\xa1a" * 100_000],
-    "another version": lambda frames: [version_tag(99), frames[1]],
+    "a truncated message": lambda frames: bare([frames[0], frames[1][: len(frames[1]) // 2]]),
+    "an oversized message": lambda frames: bare([frames[0], bytes(MAX_REPLY_NBYTES + 1)]),
+    "random bytes": lambda frames: [os.urandom(16), b"", os.urandom(4096)],
+    "bytes that are no map": lambda frames: bare([frames[0], b"\xc1" * 64]),
+    "maps in maps without end": lambda frames: bare([frames[0], b"\x81\xa1a" * 100_000]),
+    "another version": lambda frames: bare([version_tag(99), frames[1]]),
+    "a seal that proves nothing": lambda frames: [frames[0], b"M" + bytes(104), frames[1]],
     "no frames": lambda frames: [b""],
     "a lease that is over at once": _lease(1e-6),
     "a lease without end": _lease(1e300),

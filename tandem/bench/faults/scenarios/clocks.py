@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from tandem.bench.faults.cluster import HERE, Cluster, Place
-from tandem.bench.faults.scenarios.scenario import Scenario
+from tandem.bench.faults.scenarios.scenario import MORE_FLAGS, Scenario
 from tandem.bench.faults.trial import Trial
 
 _SKEW_S = 600
@@ -38,7 +38,7 @@ class _SkewedScenario(Scenario):
         ahead = Place(HERE.host, _shifted())
         places = {"p0": ahead, "d1": ahead}
         cluster = Cluster(
-            model, folder, num_prefill=2, num_decode=2, flags=flags, places=places,
+            model, folder, num_prefill=2, num_decode=2, flags=flags, places=places, more_flags=MORE_FLAGS,
             environment={"UCX_TLS": "tcp,self"},
         )  # fmt: skip
         return cluster.start()

@@ -12,6 +12,7 @@ from tandem.bench.faults.load import Case, Outcome
 from tandem.bench.faults.scenarios.scenario import Scenario
 from tandem.bench.faults.trial import Trial
 from tandem.transfer.protocol import MAX_REQUEST_NBYTES, version_tag
+from tandem.transfer.seal import bare
 
 _PROMPT = list(range(100, 180))
 
@@ -19,7 +20,7 @@ _PROMPT = list(range(100, 180))
 def _lie_to_decode(trial: Trial) -> None:
     """Each lie costs its own request a recompute, and nobody else anything."""
     p, d = trial.cluster.prefill[0].url, trial.cluster.decode[0].url
-    truth = tokens_of(read_through(p, d, lambda frames: frames, _PROMPT, len(LIES)))
+    truth = tokens_of(read_through(p, d, bare, _PROMPT, len(LIES)))
     for number, (what, lie) in enumerate(LIES.items()):
         outcome = Outcome(Case(what, len(truth)), time.monotonic())
         trial.load.outcomes.append(outcome)
@@ -40,11 +41,11 @@ def _bother_prefill(trial: Trial) -> None:
     """Whatever comes to its port, a prefill engine answers those who speak its protocol."""
     port = trial.cluster.prefill[0].option("--side-channel-port")
     messages = {
-        "random bytes": [os.urandom(64), os.urandom(4096)],
-        "a truncated hello": [version_tag(), b"\x83\xa4type\xa5hello\xa8sequence"],
-        "an oversized hello": [version_tag(), bytes(MAX_REQUEST_NBYTES + 1)],
-        "maps in maps without end": [version_tag(), b"\x81\xa1a" * 100_000],
-        "another version": [version_tag(99), b""],
+        "random bytes": [os.urandom(64), b"", os.urandom(4096)],
+        "a truncated hello": [version_tag(), b"", b"\x83\xa4type\xa5hello\xa8sequence"],
+        "an oversized hello": [version_tag(), b"", bytes(MAX_REQUEST_NBYTES + 1)],
+        "maps in maps without end": [version_tag(), b"", b"\x81\xa1a" * 100_000],
+        "another version": [version_tag(99), b"", b""],
         "a thousand frames": [b"x"] * 1000,
     }
     for what, frames in messages.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.bench.faults.cluster import Cluster
 from tandem.bench.faults.network import Network, Rule, why_not
-from tandem.bench.faults.scenarios.scenario import Scenario, reach
+from tandem.bench.faults.scenarios.scenario import MORE_FLAGS, Scenario, reach
 from tandem.bench.faults.trial import Trial
 
 _CUT_S = 16.0
@@ -26,6 +26,7 @@ class NetworkCluster(Cluster):
                 num_prefill=2,
                 num_decode=2,
                 flags=flags,
+                more_flags=MORE_FLAGS,
                 environment={"UCX_TLS": "tcp,self"},
                 places={name: self.network.place(name) for name in names},
                 environments={

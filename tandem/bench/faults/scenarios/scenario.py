@@ -9,6 +9,10 @@ from tandem.bench.faults.cluster import Cluster, Server
 from tandem.bench.faults.trial import Trial
 
 
+# One decode engine keeps pages of earlier prompts, the other reads every page each time.
+MORE_FLAGS = {"d1": ("--no-prefix-cache",)}
+
+
 @dataclass(frozen=True)
 class Scenario:
     """`run` breaks things; load runs before, meanwhile and after. Clusters are shared by scenarios
@@ -39,6 +43,7 @@ class Scenario:
             num_prefill=self.num_prefill,
             num_decode=self.num_decode,
             flags=(*flags, *self.flags),
+            more_flags=MORE_FLAGS,
             environment={"UCX_TLS": "tcp,self"} if self.is_tcp else {},
         )
         return cluster.start()
