@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ class Cluster:
         environment: dict[str, str] | None = None,
         places: dict[str, Place] | None = None,
         environments: dict[str, dict[str, str]] | None = None,
-        more_flags: dict[str, Sequence[str]] | None = None,
+        more_flags: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         places, environments, more_flags = places or {}, environments or {}, more_flags or {}
         folder.mkdir(parents=True, exist_ok=True)

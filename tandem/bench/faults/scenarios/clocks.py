@@ -38,9 +38,15 @@ class _SkewedScenario(Scenario):
         ahead = Place(HERE.host, _shifted())
         places = {"p0": ahead, "d1": ahead}
         cluster = Cluster(
-            model, folder, num_prefill=2, num_decode=2, flags=flags, places=places, more_flags=MORE_FLAGS,
+            model,
+            folder,
+            num_prefill=2,
+            num_decode=2,
+            flags=flags,
+            places=places,
+            more_flags=MORE_FLAGS,
             environment={"UCX_TLS": "tcp,self"},
-        )  # fmt: skip
+        )
         return cluster.start()
 
 

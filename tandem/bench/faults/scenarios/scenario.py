@@ -8,7 +8,6 @@ from pathlib import Path
 from tandem.bench.faults.cluster import Cluster, Server
 from tandem.bench.faults.trial import Trial
 
-
 # One decode engine keeps pages of earlier prompts, the other reads every page each time.
 MORE_FLAGS = {"d1": ("--no-prefix-cache",)}
 
