@@ -241,12 +241,13 @@ def run_offline(
 
 def _fitted(config: EngineConfig, model: ModelConfig, cases: Cases) -> EngineConfig:
     """The engine's settings, with room for every case and an arena of just that size."""
-    longest = max(num_tokens for _, num_tokens in cases.shapes())
+    longest = max(num_tokens for _, num_tokens in cases.shapes()) + 16
+    longest = max(longest, config.scheduler.max_model_len or 0)
     scheduler = replace(
         config.scheduler,
         budget_tokens=cases.budget_tokens,
         max_num_seqs=cases.num_rows,
-        max_model_len=longest + 16,
+        max_model_len=longest,
     )
     cache = config.cache
     if cache.arena_mib is None:
@@ -259,7 +260,7 @@ def _fitted(config: EngineConfig, model: ModelConfig, cases: Cases) -> EngineCon
         )
         slabs = max(
             one.slabs_for(rows * ceil_div(num_tokens + 16, cache.page_tokens), rows)
-            for rows, num_tokens in [*cases.shapes(), (1, longest + 16)]
+            for rows, num_tokens in [*cases.shapes(), (1, longest)]
         )
         # One slab more for pages whose slab is begun by two owners.
         cache = replace(cache, arena_mib=ceil_div((slabs + 2) * one.slab_nbytes, _MIB))
