@@ -299,6 +299,47 @@ def bench_faults(
         raise typer.Exit(1)
 
 
+@bench_app.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="server, as http://127.0.0.1:8000")],
+    isl: Annotated[int, typer.Option(help="tokens of each prompt")] = 1024,
+    osl: Annotated[int, typer.Option(help="tokens of each answer")] = 128,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="requests at once; repeatable; default: 1, 8, 32")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="requests of each concurrency; default: four a worker")
+    ] = None,
+    max_token_id: Annotated[
+        int, typer.Option(help="prompts are random ids below this; the vocabulary must have them")
+    ] = 30000,
+    model: Annotated[str | None, typer.Option(help="its name; default: the server's first")] = None,
+    out: Annotated[str | None, typer.Option(help="file for the result so far, as JSON")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Rate and latency of a running server in a closed loop of streamed completions."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from tandem.bench.serve import Load, render_serve, run_serve
+
+    levels = concurrency or [1, 8, 32]
+    _require_counts(isl=[isl], osl=[osl], concurrency=levels)
+    if requests is not None:
+        _require_counts(requests=[requests])
+
+    def save(result: dict[str, Any]) -> None:
+        if out is not None:
+            Path(out).write_text(json.dumps(result, indent=1))
+
+    result = run_serve(url, Load(isl, osl, requests, max_token_id, model), levels, save)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        render_serve(result, Console())
+
+
 def _require_counts(**named: list[int] | None) -> None:
     for name, counts in named.items():
         if any(count < 1 for count in counts or ()):

@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 
 from tandem.errors import ConfigError
@@ -9,6 +11,15 @@ def test_port_in_use_is_named_with_the_way_out():
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 is in use.*--port"):
             bind("127.0.0.1", port)
+
+
+def test_accepted_sockets_send_small_events_at_once():
+    with bind("127.0.0.1", 0) as listener:
+        listener.setblocking(True)
+        with socket.create_connection(listener.getsockname(), timeout=20):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])

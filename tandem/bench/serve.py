@@ -1,0 +1,307 @@
+"""`tandem bench serve`: a closed loop of streamed completions against an HTTP endpoint.
+
+Each of C workers sends a request as soon as its last one has ended. Prompts are token ids, so that
+no text is encoded twice. The client reads sockets itself: a general HTTP library would be slower
+than the servers it measures.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.errors import ConfigError, PeerLostError, RequestError
+
+_QUANTILES = (50, 90, 99)
+_LINE_NBYTES = 1 << 22  # the longest event
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    host: str
+    port: int
+    path: str  # before /v1
+
+
+def parse_url(url: str) -> Endpoint:
+    """Raises: ConfigError."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError as error:
+        raise ConfigError(f"url={url!r}: {error}; expected http://HOST:PORT") from error
+    if parts.scheme != "http" or not host:
+        raise ConfigError(f"url={url!r}; expected http://HOST:PORT")
+    return Endpoint(host, port, parts.path.rstrip("/").removesuffix("/v1"))
+
+
+@dataclass(frozen=True)
+class Load:
+    """num_in, num_out: tokens of each prompt and answer. num_requests: of each concurrency, None
+    for four a worker. max_token_id: prompts draw from the ids below."""
+
+    num_in: int
+    num_out: int
+    num_requests: int | None = None
+    max_token_id: int = 30000
+    model: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """When a request was sent, its first piece came and its last, in seconds of one clock."""
+
+    sent: float
+    first: float
+    last: float
+    num_tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first - self.sent
+
+    @property
+    def tpot_s(self) -> float | None:
+        """From token to token behind the first; None for an answer of one."""
+        return (self.last - self.first) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+class _Connection:
+    """One connection that is used for one request after another."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._reader = self._writer = None
+
+    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[bytes]:
+        """The parts of a reply's body as they come; raises RequestError for a status but 200."""
+        endpoint = self._endpoint
+        if self._reader is None or self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(
+                endpoint.host, endpoint.port, limit=_LINE_NBYTES
+            )
+        head = (
+            f"{method} {endpoint.path}{path} HTTP/1.1\r\nHost: {endpoint.host}:{endpoint.port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + body)
+        await self._writer.drain()
+        status, headers = await self._head(self._reader)
+        parts = self._body(self._reader, headers)
+        if status != 200:
+            text = b"".join([part async for part in parts]).decode(errors="replace")
+            raise RequestError(f"the server answered {status}: {text[:500]}")
+        async for part in parts:
+            yield part
+        if headers.get("connection", "").lower() == "close":
+            await self.close()
+
+    async def _head(self, reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+        line = (await reader.readline()).decode("latin-1").split()
+        if len(line) < 2 or not line[1].isdigit():
+            raise ConnectionError("the server closed the connection before it answered")
+        headers = {}
+        while (header := (await reader.readline()).decode("latin-1").strip()) != "":
+            name, _, value = header.partition(":")
+            headers[name.lower()] = value.strip()
+        return int(line[1]), headers
+
+    async def _body(
+        self, reader: asyncio.StreamReader, headers: dict[str, str]
+    ) -> AsyncIterator[bytes]:
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            while size := int((await reader.readline()).split(b";")[0], 16):
+                yield (await reader.readexactly(size + 2))[:-2]
+            await reader.readline()
+        elif "content-length" in headers:
+            yield await reader.readexactly(int(headers["content-length"]))
+        else:
+            yield await reader.read()
+            headers["connection"] = "close"
+
+
+async def _ask(connection: _Connection, body: bytes, num_out: int) -> Answer:
+    """Send one completion and read it to its end.
+
+    Raises: RequestError for a refusal, an error in the stream or an answer of another length.
+    """
+    sent = time.perf_counter()
+    first = last = None
+    num_tokens = 0
+    rest = b""
+    async for part in connection.request("POST", "/v1/completions", body):
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RequestError(f"the stream ended with an error: {event['error']}")
+            if event.get("choices"):
+                last = time.perf_counter()
+                first = first or last
+            if event.get("usage"):
+                num_tokens = event["usage"]["completion_tokens"]
+    if first is None or last is None or num_tokens != num_out:
+        raise RequestError(f"an answer has {num_tokens} tokens; expected {num_out}")
+    return Answer(sent, first, last, num_tokens)
+
+
+async def _model_name(endpoint: Endpoint) -> str:
+    connection = _Connection(endpoint)
+    try:
+        reply = b"".join([part async for part in connection.request("GET", "/v1/models")])
+        return str(json.loads(reply)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise RequestError(f"/v1/models names no model: {error}") from error
+    finally:
+        await connection.close()
+
+
+def _body(load: Load, model: str, index: int) -> bytes:
+    generator = random.Random(load.seed * 1_000_003 + index)
+    prompt = [generator.randrange(3, load.max_token_id) for _ in range(load.num_in)]
+    return json.dumps(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": load.num_out,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+
+async def _closed_loop(
+    endpoint: Endpoint, load: Load, model: str, concurrency: int, serial: "itertools.count[int]"
+) -> list[Answer]:
+    """Answers of all requests; the first failure ends the loop."""
+    num_requests = max(concurrency, load.num_requests or 4 * concurrency)
+    # Made before the clock runs.
+    bodies = iter([_body(load, model, next(serial)) for _ in range(num_requests)])
+    answers: list[Answer] = []
+
+    async def work() -> None:
+        connection = _Connection(endpoint)
+        try:
+            for body in bodies:
+                answers.append(await _ask(connection, body, load.num_out))
+        finally:
+            await connection.close()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(work())
+    return answers
+
+
+def run_serve(
+    url: str,
+    load: Load,
+    concurrencies: list[int],
+    on_result: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Measure each concurrency in turn, behind one request that is not counted.
+
+    Raises: ConfigError, RequestError for a refusal, PeerLostError when nobody answers.
+    """
+    endpoint = parse_url(url)
+    if load.max_token_id < 4:
+        raise ConfigError(f"max_token_id={load.max_token_id}; expected at least 4")
+
+    async def measure() -> dict[str, Any]:
+        model = load.model or await _model_name(endpoint)
+        serial = itertools.count()
+        warm = Load(load.num_in, load.num_out, 1, load.max_token_id, model, load.seed + 1)
+        await _closed_loop(endpoint, warm, model, 1, itertools.count())
+        rows: list[dict[str, Any]] = []
+        result = {
+            "url": url,
+            "model": model,
+            "num_in": load.num_in,
+            "num_out": load.num_out,
+            "rows": rows,
+        }
+        for concurrency in concurrencies:
+            answers = await _closed_loop(endpoint, load, model, concurrency, serial)
+            rows.append(summarize(concurrency, answers))
+            if on_result is not None:
+                on_result(result)
+        return result
+
+    try:
+        return asyncio.run(measure())
+    except* (OSError, asyncio.IncompleteReadError) as group:
+        error = _first(group)
+        raise PeerLostError(f"{url}: {type(error).__name__}: {error}; is a server there?") from None
+    except* RequestError as group:
+        raise RequestError(f"{url}: {_first(group)}") from None
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def summarize(concurrency: int, answers: list[Answer]) -> dict[str, Any]:
+    """One row of the result; percentiles over requests."""
+    seconds = max(item.last for item in answers) - min(item.sent for item in answers)
+    tpots = [item.tpot_s for item in answers if item.tpot_s is not None]
+    return {
+        "concurrency": concurrency,
+        "num_requests": len(answers),
+        "seconds": seconds,
+        "output_tokens_per_s": sum(item.num_tokens for item in answers) / seconds,
+        "ttft_ms": _percentiles([item.ttft_s for item in answers]),
+        "tpot_ms": _percentiles(tpots),
+    }
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float | None]:
+    """Nearest rank: a value that was measured."""
+    ordered = sorted(seconds)
+    return {
+        f"p{quantile}": 1e3 * ordered[max(0, -(-quantile * len(ordered) // 100) - 1)]
+        if ordered
+        else None
+        for quantile in _QUANTILES
+    }
+
+
+def render_serve(result: dict[str, Any], console: Console) -> None:
+    """The result as a table."""
+    table = Table(
+        title=f"{result['model']}, {result['num_in']} tokens in, {result['num_out']} out, "
+        "closed loop, streamed"
+    )
+    names = ["concurrency", "requests", "out tok/s"]
+    names += [f"{what} p{quantile} ms" for what in ("TTFT", "TPOT") for quantile in _QUANTILES]
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        cells = [str(row["concurrency"]), str(row["num_requests"])]
+        cells.append(f"{row['output_tokens_per_s']:.0f}")
+        for what, digits in (("ttft_ms", 0), ("tpot_ms", 2)):
+            for value in row[what].values():
+                cells.append("" if value is None else f"{value:.{digits}f}")
+        table.add_row(*cells)
+    console.print(table)
