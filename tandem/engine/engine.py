@@ -20,7 +20,7 @@ from tandem.config.secret import read_cluster_secret, require_secret
 from tandem.engine.executor import Executor, start_executor
 from tandem.engine.holds import HoldDesk
 from tandem.engine.messages import EngineInfo
-from tandem.engine.reads import ReadDesk
+from tandem.engine.reads import ReadDesk, ReadOutcome
 from tandem.engine.sizing import log_sizing, size_engine
 from tandem.engine.transfer_watch import TransferReport
 from tandem.engine.watch import EngineWatch
@@ -112,6 +112,8 @@ class EngineCore:
             eos_token_ids=self._model.eos_token_ids,
             role=config.transfer.role,
             side_channel=self._server.address if self._server is not None else None,
+            generation=self._generation,
+            lease_s=config.transfer.lease_s,
             tp=config.parallel.tp,
         )
         self._can_run = False
@@ -161,6 +163,7 @@ class EngineCore:
                 self._executor,
                 self._config.parallel.tp,
                 options.deadline_s,
+                self._cache.geometry.page_tokens,
                 slot_nbytes=sum(placed.nbytes for placed in self._spec.slot),
                 watch=self.watch.transfers,
             )
@@ -173,6 +176,8 @@ class EngineCore:
             raise RequestError(f"role={self.role} holds no prefills; use --role prefill", "hold")
         if request.ticket is not None and self._reads is None:
             raise RequestError(f"role={self.role} reads no tickets; use --role decode", "ticket")
+        if request.source is not None and self._reads is None:
+            raise RequestError(f"role={self.role} follows no prefills; use --role decode", "source")
         first = () if request.ticket is None else (request.ticket.first_token,)
         outside = [
             token
@@ -228,8 +233,10 @@ class EngineCore:
         self.watch.queued(request)
         if built.state is RequestState.FINISHED:
             self._give_back(request.ticket)  # the ticket's first token ended it
-        elif request.ticket is not None and self._reads is not None:
-            self._reads.open(request.request_id, request.ticket)
+            return
+        source = request.ticket or request.source
+        if source is not None and self._reads is not None:
+            self._reads.open(request.request_id, source, len(request.prompt_token_ids))
 
     def _give_back(self, ticket: Ticket | None) -> None:
         if self._client is not None and ticket is not None:
@@ -288,12 +295,12 @@ class EngineCore:
             self._advance_reads(self._reads)
         plan = self._scheduler.schedule()
         self._can_run = plan is not None
-        if plan is not None or not self._scheduler.has_work():
+        # What waits for peers ends by itself; what waits here must run.
+        is_waiting = self._scheduler.has_work() and not self.is_waiting()
+        if plan is not None or not is_waiting:
             self._last_step = time.monotonic()
         deltas = self._run(plan) if plan is not None else self._scheduler.take_deltas()
         if self._holds is not None:
-            for chunk in plan.chunks if plan is not None else ():
-                self._holds.advance(chunk)
             deltas = [self._with_ticket(self._holds, delta) for delta in deltas]
             self.watch.freed(self._cache.is_held)
         self.watch.reported(deltas)
@@ -309,23 +316,37 @@ class EngineCore:
 
     def _advance_reads(self, reads: ReadDesk) -> None:
         for request in self._scheduler.next_reads():
-            assert request.ticket is not None
             state = self._cache.state(request.request_id)
-            num_pages = self._cache.pages_for(request.ticket.num_tokens)
+            num_pages = self._cache.pages_for(len(request.prompt_token_ids))
             reads.start(
                 request.request_id,
                 state.pages[:num_pages],
                 state.slot,
                 start_token=request.num_cached_tokens,
             )
-        for outcome in reads.advance():
+        outcomes = reads.advance()
+        for request_id, progress in reads.take_news():
+            outcomes += self._on_progress(reads, request_id, progress)
+        for outcome in outcomes:
             if outcome.is_ready:
                 self._scheduler.on_read_ready(outcome.request_id)
-                continue
-            if outcome.error is not None:
+            elif outcome.error is not None:
                 self._scheduler.on_read_failed(outcome.request_id, outcome.error)
             if outcome.is_quiet and self._cache.is_quarantined(outcome.request_id):
                 self._cache.drained(outcome.request_id)
+
+    def _on_progress(
+        self, reads: ReadDesk, request_id: str, progress: Progress
+    ) -> list[ReadOutcome]:
+        ticket = progress.ticket
+        if ticket is not None and ticket.first_token >= self._model.vocab_size:
+            if not reads.is_reading(request_id):
+                return []
+            return [reads.fail(request_id, f"first_token={ticket.first_token} is no token")]
+        finished = self._scheduler.on_progress(request_id, progress)
+        if finished is not None:
+            self._let_go(finished)
+        return []
 
     def _run(self, plan: StepPlan) -> list[TokenDelta]:
         started = time.monotonic()
@@ -340,7 +361,11 @@ class EngineCore:
         self._num_steps += 1
         self._compute_s += time.monotonic() - started
         self.watch.sampled(plan)
-        return self._scheduler.update(plan, result)
+        deltas = self._scheduler.update(plan, result)
+        if self._holds is not None:
+            for chunk in plan.chunks:
+                self._holds.advance(chunk)
+        return deltas
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[TokenDelta]:
         """A step that failed costs its own requests and no others."""
@@ -395,6 +420,7 @@ class EngineCore:
         cache = counts.cache
         stats: dict[str, float] = {
             "waiting": counts.waiting,
+            "following": counts.following,
             "reading": counts.reading,
             "running": counts.running,
             "steps_total": self._num_steps,

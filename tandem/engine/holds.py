@@ -48,7 +48,12 @@ class HoldDesk:
             return  # it is finished, and has been held or freed
         num_tokens = chunk.start + len(chunk.token_ids)
         pages = self._cache.state(request_id).pages[: self._cache.pages_for(num_tokens)]
-        progress = Progress(tuple(pages), num_tokens, self._computing[request_id])
+        progress = Progress(
+            tuple(pages),
+            num_tokens,
+            self._computing[request_id],
+            page_tokens=self._cache.geometry.page_tokens,
+        )
         self._leases.publish(request_id, progress)
 
     def grant(self, delta: TokenDelta) -> Ticket:

@@ -60,7 +60,8 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
-    """An engine that is ready: what its frontend has to know."""
+    """An engine that is ready: what its frontend has to know. `side_channel`, `generation` and
+    `lease_s` name a prefill engine to those who follow it."""
 
     engine_id: str
     model_name: str
@@ -69,6 +70,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     eos_token_ids: tuple[int, ...]
     role: str
     side_channel: str | None
+    generation: str
+    lease_s: float
     tp: int
 
 

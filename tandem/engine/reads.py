@@ -1,8 +1,10 @@
-"""Reads of a decode engine: from a ticket to state that is ready, on every rank.
+"""Reads of a decode engine: from a prefill to state that is ready, on every rank.
 
-For each request: handshake and lease check (TicketClient, a thread of its own), then one read on
-every rank. A read that is given up may still receive bytes: its memory is reported as drained only
-when every rank's transfer has ended. It owns no memory and decides nothing about requests.
+For each request: handshake, news of the prefill and lease check (TicketClient, a thread of its
+own), and reads on every rank: of whole pages while the prefill goes on, of the rest and the slot
+once there is a ticket. A plain ticket is a prefill whose end is known at once. A read that is
+given up may still receive bytes: its memory is reported as drained only when every transfer on
+every rank has ended. It owns no memory and decides nothing about requests.
 """
 
 import math
@@ -14,14 +16,17 @@ from tandem.engine.executor import Executor
 from tandem.engine.timeline import Timelines
 from tandem.engine.transfer_watch import TransferWatch
 from tandem.log import get_logger
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import PrefillSource, Progress, Ticket
 from tandem.transfer.layout import PeerInfo
 from tandem.transfer.mover import MoveCommand, MoveEvent
 from tandem.transfer.ticket_client import TicketClient
+from tandem.units import ceil_div
 
 log = get_logger(__name__)
 
 _DEATH_CHECK_S = 0.5
+# Of one request, before its end is known: what finishes meanwhile goes with the next part.
+_MAX_EARLY_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -35,22 +40,41 @@ class ReadOutcome:
 
 
 @dataclass
+class _Part:
+    """Of a read, in flight until it has ended on every rank."""
+
+    posted_at: float
+    ended_ranks: set[int] = field(default_factory=set)
+
+
+@dataclass
 class _Read:
-    ticket: Ticket
-    peer: PeerInfo | None = None  # once the ticket is open
+    source: PrefillSource
+    num_tokens: int  # of the prompt
+    progress: Progress  # of the prefill, as far as we know
+    peer: PeerInfo | None = None  # once its pages may be read
+    is_open: bool = False  # whether the lease of the ticket was confirmed
     pages: list[int] | None = None  # once memory is reserved
     slot: int | None = None
-    start_token: int = 0
     started: float = 0.0
-    deadline: float = math.inf
-    is_posted: bool = False
+    start_token: int = 0
+    posted_tokens: int = 0  # K/V up to here is read or in flight, from the pages of this attempt:
+    attempt: int = 0
+    is_all_posted: bool = False
+    num_parts: int = 0
+    parts: dict[int, _Part] = field(default_factory=dict)  # in flight
     is_given_up: bool = False
-    ended_ranks: set[int] = field(default_factory=set)
+    drained_ranks: set[int] = field(default_factory=set)
     error: str | None = None
     reason: str = "transport"  # of the error
     nbytes: int = 0
     num_descriptors: int = 0
-    read_s: float = 0.0
+    read_s: dict[int, float] = field(default_factory=dict)  # by rank
+
+    def is_quiet(self, rank: int) -> bool:
+        return rank in self.drained_ranks or all(
+            rank in part.ended_ranks for part in self.parts.values()
+        )
 
 
 @dataclass
@@ -58,7 +82,8 @@ class ReadTotals:
     """Counters since start, over all ranks, for metrics.
 
     `seconds`: from admission to ready, handshake and lease included; `read_seconds`: the slowest
-    rank's transfer alone. `page_nbytes + slot_nbytes == nbytes`.
+    rank's transfers alone. `page_nbytes + slot_nbytes == nbytes`. `parts`: as they were posted,
+    each once for all ranks; `early_pages`: pages of ours posted before the prefill had ended.
     """
 
     num_done: int = 0
@@ -68,6 +93,8 @@ class ReadTotals:
     slot_nbytes: int = 0
     num_descriptors: int = 0
     num_pages: int = 0
+    parts: int = 0
+    early_pages: int = 0
     seconds: float = 0.0
     read_seconds: float = 0.0
 
@@ -79,9 +106,10 @@ class ReadDesk:
         client: side channel to prefill engines.
         executor: posts reads on ranks.
         num_ranks: every one of them reads its own share.
+        page_tokens: of our pages.
         slot_nbytes: what a slot holds on each rank, for the totals.
-        deadline_s: a read that takes longer is given up (opening a ticket has the same limit of
-            its own, in the client).
+        deadline_s: a read of which a part takes longer is given up (the side channel has the same
+            limit of its own, in the client).
         watch: told of every step, for people.
     """
 
@@ -91,6 +119,7 @@ class ReadDesk:
         executor: Executor,
         num_ranks: int,
         deadline_s: float,
+        page_tokens: int,
         slot_nbytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         watch: TransferWatch | None = None,
@@ -99,12 +128,14 @@ class ReadDesk:
         self._executor = executor
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s
+        self._page_tokens = page_tokens
         self._slot_nbytes = slot_nbytes
         self._clock = clock
         self._next_look = 0.0
         self._reads: dict[str, _Read] = {}
         self._draining: dict[str, _Read] = {}
         self._watch = watch or TransferWatch(Timelines(), num_ranks, slot_nbytes)
+        self._news: list[tuple[str, Progress]] = []
         self.totals = ReadTotals()
 
     def is_busy(self) -> bool:
@@ -118,11 +149,13 @@ class ReadDesk:
     def is_reading(self, request_id: str) -> bool:
         return request_id in self._reads
 
-    def open(self, request_id: str, ticket: Ticket) -> None:
-        """Meet the ticket's engine and keep its lease from now on, memory or not."""
-        self._reads[request_id] = _Read(ticket)
-        self._client.open(request_id, ticket)
-        self._watch.opened(request_id, ticket)
+    def open(self, request_id: str, source: PrefillSource, num_tokens: int) -> None:
+        """Meet the engine of a prefill of `num_tokens` tokens, follow it, and keep the lease of its
+        ticket, memory or not."""
+        progress = Progress.of(source) if isinstance(source, Ticket) else Progress()
+        self._reads[request_id] = _Read(source, num_tokens, progress)
+        self._client.open(request_id, source)
+        self._watch.opened(request_id, source, num_tokens)
 
     def start(
         self, request_id: str, pages: list[int], slot: int | None, *, start_token: int = 0
@@ -131,15 +164,24 @@ class ReadDesk:
         `start_token`, the first token of a page, hold their K/V already and are not touched."""
         read = self._reads[request_id]
         read.pages, read.slot, read.started = pages, slot, self._clock()
-        read.start_token = start_token
+        read.start_token = read.posted_tokens = start_token
         self._watch.reserved(request_id)
+
+    def take_news(self) -> list[tuple[str, Progress]]:
+        """What advance() has learned of prefills that run or have just ended."""
+        news, self._news = self._news, []
+        return news
+
+    def fail(self, request_id: str, error: str) -> ReadOutcome:
+        """End a read whose ticket is found wrong by others."""
+        return self._fail(request_id, "ticket", error)
 
     def abandon(self, request_id: str) -> bool:
         """The request is over. True if its memory is quiet now; else drained() tells later."""
         read = self._reads.pop(request_id)
         self._watch.forget(request_id)
-        self._client.release(read.ticket, self._num_ranks)
-        if not read.is_posted or len(read.ended_ranks) == self._num_ranks:
+        self._client.release(read.source, self._num_ranks)
+        if not read.parts:
             return True
         self._give_up(request_id, read)
         return False
@@ -157,38 +199,92 @@ class ReadDesk:
             if read is None:
                 continue
             if opened.peer is None:
-                # "failed": never posted. "lost": bytes read under an ended lease are not used.
+                # Bytes that were read without a lease, or under one that has ended, are not used.
                 error = opened.error or opened.status
                 outcomes.append(self._fail(opened.request_id, opened.reason or "lease", error))
                 continue
             read.peer = opened.peer
-            self._watch.met(opened.request_id, opened.met_at)
+            if opened.status == "open":
+                read.is_open = True
+                self._watch.met(opened.request_id, opened.met_at)
+            if opened.progress is not None:
+                outcomes += self._on_progress(opened.request_id, read, opened.progress)
         for request_id, read in self._reads.items():
-            if read.peer is not None and read.pages is not None and not read.is_posted:
-                self._post(request_id, read, read.peer, read.pages)
-        if any(read.is_posted for read in self._reads.values()) or self._draining:
+            if read.peer is not None and read.pages is not None and read.error is None:
+                self._post_more(request_id, read, read.peer, read.pages)
+        if self._draining or any(read.parts for read in self._reads.values()):
             for rank, event in self._executor.poll_moves():
-                outcome = self._on_event(rank, event)
-                if outcome is not None:
-                    outcomes.append(outcome)
+                outcomes += self._on_event(rank, event)
+        for request_id, read in list(self._reads.items()):
+            if not read.parts and (read.error is not None or (read.is_all_posted and read.is_open)):
+                outcomes.append(self._finish(request_id, read))
         return outcomes + self._end_hopeless()
 
-    def _post(self, request_id: str, read: _Read, peer: PeerInfo, pages: list[int]) -> None:
+    def _on_progress(self, request_id: str, read: _Read, progress: Progress) -> list[ReadOutcome]:
+        ticket = progress.ticket
+        if ticket is not None and ticket.num_tokens != read.num_tokens:
+            error = (
+                f"ticket {ticket.ticket_id} covers {ticket.num_tokens} tokens, the prompt has "
+                f"{read.num_tokens}"
+            )
+            return [self.fail(request_id, error)]
+        self._watch.progressed(request_id, progress)
+        read.progress = progress
+        self._news.append((request_id, progress))
+        return []
+
+    def _post_more(self, request_id: str, read: _Read, peer: PeerInfo, pages: list[int]) -> None:
+        """Post what has been finished since: whole pages of ours, in the end all the rest."""
+        progress = read.progress
+        if progress.attempt != read.attempt:
+            if read.parts:
+                return  # their bytes must not land on those of the new attempt
+            read.attempt, read.posted_tokens = progress.attempt, read.start_token
+        ticket = progress.ticket
+        if ticket is not None:
+            if not read.is_all_posted:
+                read.is_all_posted = True
+                self._post(request_id, read, peer, pages, read.num_tokens, ticket)
+            return
+        stop_token = progress.num_tokens // self._page_tokens * self._page_tokens
+        if pages and stop_token > read.posted_tokens and len(read.parts) < _MAX_EARLY_PARTS:
+            num_pages = (stop_token - read.posted_tokens) // self._page_tokens
+            self.totals.early_pages += num_pages
+            self._post(request_id, read, peer, pages, stop_token, None)
+
+    def _post(
+        self,
+        request_id: str,
+        read: _Read,
+        peer: PeerInfo,
+        pages: list[int],
+        stop_token: int,
+        ticket: Ticket | None,
+    ) -> None:
+        """The K/V up to `stop_token`; the slot too if the ticket is there."""
         command = MoveCommand(
             request_id=request_id,
             peer=peer.key,
-            part=0,
-            start_token=read.start_token,
-            stop_token=read.ticket.num_tokens,
-            src_pages=read.ticket.pages,
-            src_slot=read.ticket.slot,
+            part=read.num_parts,
+            start_token=read.posted_tokens,
+            stop_token=stop_token,
+            src_pages=read.progress.pages,
+            src_slot=None if ticket is None else ticket.slot,
             dst_pages=tuple(pages),
-            dst_slot=read.slot,
+            dst_slot=None if ticket is None else read.slot,
         )
-        read.is_posted = True
-        read.deadline = self._clock() + self._deadline_s
+        page_tokens = read.progress.page_tokens
+        # A page of the source that two parts share counts with the first.
+        is_first = read.posted_tokens == read.start_token
+        first_page = command.start_token // page_tokens
+        if not is_first:
+            first_page = ceil_div(command.start_token, page_tokens)
+        num_pages = ceil_div(stop_token, page_tokens) - first_page if pages else 0
+        read.parts[read.num_parts] = _Part(self._clock())
+        read.num_parts += 1
+        read.posted_tokens = stop_token
+        self.totals.parts += 1
         self._executor.post_move(peer, command)
-        num_pages = len(command.src_pages) - command.start_token // read.ticket.page_tokens
         self._watch.posted(request_id, command.part, num_pages, command.dst_slot is not None)
 
     def _end_hopeless(self) -> list[ReadOutcome]:
@@ -199,44 +295,54 @@ class ReadDesk:
         if is_time_to_look:
             self._next_look = now + _DEATH_CHECK_S
         for request_id, read in list(self._reads.items()):
-            ticket = read.ticket
-            if now >= read.deadline:
+            source = read.source
+            first = min((part.posted_at for part in read.parts.values()), default=math.inf)
+            if now >= first + self._deadline_s:
                 reason, error = "deadline", f"no state within {self._deadline_s:g} s"
-            elif is_time_to_look and self._client.is_peer_dead(ticket.engine_id, ticket.generation):
-                reason, error = "peer_ended", f"engine {ticket.engine_id} has ended"
+            elif is_time_to_look and self._client.is_peer_dead(source.engine_id, source.generation):
+                reason, error = "peer_ended", f"engine {source.engine_id} has ended"
             else:
                 continue
             outcomes.append(self._fail(request_id, reason, error))
         return outcomes
 
-    def _on_event(self, rank: int, event: MoveEvent) -> ReadOutcome | None:
-        read = self._reads.get(event.request_id) or self._draining.get(event.request_id)
+    def _on_event(self, rank: int, event: MoveEvent) -> list[ReadOutcome]:
+        request_id = event.request_id
+        read = self._reads.get(request_id) or self._draining.get(request_id)
         if read is None:
-            return None
-        read.ended_ranks.add(rank)
+            return []
         self._watch.moved(event)
         if event.is_peer_lost and read.peer is not None:
             self._client.drop_peer(read.peer.key)
         read.nbytes += event.nbytes
         read.num_descriptors += event.num_descriptors
-        read.read_s = max(read.read_s, event.seconds)
+        read.read_s[rank] = read.read_s.get(rank, 0.0) + event.seconds
         if event.status != "done":
             read.error = read.error or event.error or "the read failed"
             read.reason = "peer_lost" if event.is_peer_lost else read.reason
-        if len(read.ended_ranks) < self._num_ranks:
-            return None
-        if read.is_given_up:
-            del self._draining[event.request_id]
-            return ReadOutcome(event.request_id, is_ready=False, is_quiet=True)
-        if read.error is None and not self._client.keeps(event.request_id, read.ticket):
+        part = read.parts.get(event.part)
+        if event.status == "drained":
+            read.drained_ranks.add(rank)
+        elif part is not None:
+            part.ended_ranks.add(rank)
+            if len(part.ended_ranks) == self._num_ranks:
+                del read.parts[event.part]
+        if read.is_given_up and all(map(read.is_quiet, range(self._num_ranks))):
+            del self._draining[request_id]
+            return [ReadOutcome(request_id, is_ready=False, is_quiet=True)]
+        return []
+
+    def _finish(self, request_id: str, read: _Read) -> ReadOutcome:
+        """Nothing is in flight: the state is there, or something of it has failed."""
+        if read.error is None and not self._client.keeps(request_id, read.source):
             read.error, read.reason = "the lease ended before the read was seen to end", "lease"
         if read.error is not None:
-            return self._fail(event.request_id, read.reason, read.error)
-        del self._reads[event.request_id]
-        self._client.release(read.ticket, self._num_ranks)
+            return self._fail(request_id, read.reason, read.error)
+        del self._reads[request_id]
+        self._client.release(read.source, self._num_ranks)
         self._count(read)
-        self._watch.ready(event.request_id)
-        return ReadOutcome(event.request_id, is_ready=True, is_quiet=True)
+        self._watch.ready(request_id)
+        return ReadOutcome(request_id, is_ready=True, is_quiet=True)
 
     def _fail(self, request_id: str, reason: str, error: str) -> ReadOutcome:
         self.totals.num_failed += 1
@@ -251,8 +357,9 @@ class ReadDesk:
         slot_nbytes = self._slot_nbytes * self._num_ranks
         self.totals.slot_nbytes += slot_nbytes
         self.totals.page_nbytes += read.nbytes - slot_nbytes
-        self.totals.read_seconds += read.read_s
+        self.totals.read_seconds += max(read.read_s.values(), default=0.0)
         self.totals.num_descriptors += read.num_descriptors
-        page_tokens = read.ticket.page_tokens
-        self.totals.num_pages += len(read.ticket.pages) - read.start_token // page_tokens
+        ticket = read.progress.ticket
+        assert ticket is not None
+        self.totals.num_pages += len(ticket.pages) - read.start_token // ticket.page_tokens
         self.totals.seconds += seconds

@@ -14,12 +14,13 @@ import msgspec
 
 from tandem.engine.timeline import Timelines
 from tandem.log import get_logger
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import PrefillSource, Progress
 from tandem.transfer.protocol import MoveEvent
 
 log = get_logger(__name__)
 
-# handshake: from the request to an open ticket, hello and lease check; queue: from the request to
+# handshake: from the request to an open ticket, hello and lease check, or to the first news of a
+# prefill that is followed; queue: from the request to
 # memory that is reserved for it (the two run side by side); transfer: from the first posted part
 # to state that is ready; first_decode: from there to the first token that is sampled here.
 PHASES = ("handshake", "queue", "transfer", "first_decode")
@@ -76,7 +77,8 @@ class TransferReport(msgspec.Struct):
 
 @dataclass
 class _Transfer:
-    ticket: Ticket
+    source: PrefillSource
+    num_tokens: int
     opened: float
     met: float | None = None
     reserved: float | None = None
@@ -118,25 +120,38 @@ class TransferWatch:
 
     # --- a read, step by step ---
 
-    def opened(self, request_id: str, ticket: Ticket) -> None:
-        """The request is here and its ticket is being opened."""
-        self._transfers[request_id] = _Transfer(ticket, self._clock())
+    def opened(self, request_id: str, source: PrefillSource, num_tokens: int) -> None:
+        """The request is here; its prefill is followed, or its ticket is being opened."""
+        self._transfers[request_id] = _Transfer(source, num_tokens, self._clock())
         self._timelines.describe(
-            request_id, peer=ticket.engine_id, address=ticket.address, ticket_id=ticket.ticket_id
+            request_id, peer=source.engine_id, address=source.address, ticket_id=source.ticket_id
         )
+
+    def progressed(self, request_id: str, progress: Progress) -> None:
+        """News of a prefill that is followed; the first of them end the handshake."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None:
+            return
+        what = "followed" if progress.ticket is None else "ticket"
+        self._timelines.mark(request_id, what, tokens=progress.num_tokens)
+        self._end_handshake(transfer)
+
+    def _end_handshake(self, transfer: _Transfer) -> None:
+        if transfer.met is None:
+            transfer.met = self._clock()
+            transfer.handshake_s = transfer.met - transfer.opened
+            self._observe(transfer, "handshake", transfer.handshake_s)
 
     def met(self, request_id: str, met_at: float | None) -> None:
         """The lease is kept from now on; the hello was over at `met_at`, if that is known."""
         transfer = self._transfers.get(request_id)
         if transfer is None:
             return
-        transfer.met = self._clock()
-        transfer.handshake_s = transfer.met - transfer.opened
-        if met_at is not None:
+        if met_at is not None and transfer.met is None:
             at = max(met_at, transfer.opened)
             self._timelines.mark(request_id, "handshake", at=at)
         self._timelines.mark(request_id, "lease")
-        self._observe(transfer, "handshake", transfer.handshake_s)
+        self._end_handshake(transfer)
 
     def reserved(self, request_id: str) -> None:
         """Pages and slot are reserved."""
@@ -234,14 +249,14 @@ class TransferWatch:
         self._series(transfer).phases[phase].observe(seconds)
 
     def _series(self, transfer: _Transfer) -> PeerSeries:
-        ticket = transfer.ticket
-        key = ticket.engine_id, ticket.generation
+        source = transfer.source
+        key = source.engine_id, source.generation
         peer = self._peers.get(key)
         if peer is None:
             peer = self._peers[key] = PeerSeries(
-                engine_id=ticket.engine_id,
-                generation=ticket.generation,
-                address=ticket.address,
+                engine_id=source.engine_id,
+                generation=source.generation,
+                address=source.address,
                 phases={phase: PhaseTimes() for phase in PHASES},
                 parts={part: PartAmounts() for part in PARTS},
             )
@@ -256,9 +271,9 @@ class TransferWatch:
             "transfer of request %s from %s: %s; %d tokens, %d pages, %d bytes, %d descriptors, "
             "%d parts; ms: handshake %s, queue %s, transfer %s, all %s",
             request_id,
-            transfer.ticket.engine_id,
+            transfer.source.engine_id,
             outcome,
-            transfer.ticket.num_tokens,
+            transfer.num_tokens,
             transfer.num_pages,
             transfer.nbytes,
             transfer.num_descriptors,

@@ -65,6 +65,7 @@ def build_request(
         max_total_tokens=max_model_len if max_tokens is None else num_prompt + max_tokens,
         hold=engine_request.hold,
         ticket=engine_request.ticket,
+        source=engine_request.source,
         output_token_ids=list(engine_request.generated),
         arrival=arrival,
     )
@@ -96,6 +97,12 @@ def check_request(request: Request, *, max_model_len: int, cache: CacheManager) 
             f"leave no room within the request's own limit of {request.max_total_tokens} tokens",
             "generated",
         )
+    if request.is_remote and request.hold:
+        raise RequestError("a request has either hold or a ticket, not both", "ticket")
+    if request.source is not None and (request.ticket is not None or request.output_token_ids):
+        raise RequestError(
+            "a request with a source has no ticket and no generated tokens yet", "source"
+        )
     if request.ticket is not None:
         _check_ticket(request)
     num_tokens = tokens_to_keep(request)
@@ -110,8 +117,6 @@ def check_request(request: Request, *, max_model_len: int, cache: CacheManager) 
 def _check_ticket(request: Request) -> None:
     ticket = request.ticket
     assert ticket is not None
-    if request.hold:
-        raise RequestError("a request has either hold or a ticket, not both", "ticket")
     num_prompt = len(request.prompt_token_ids)
     if ticket.num_tokens != num_prompt:
         raise RequestError(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.errors import RequestError
-from tandem.state.ticket import Ticket, TokenLogprob
+from tandem.state.ticket import PrefillSource, Ticket, TokenLogprob
 
 MAX_LOGPROBS = 20
 # Each character of an answer is compared with each stop string, beside all other answers.
@@ -111,6 +111,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `hold`: stop after the first token and keep pages and slot under a lease (prefill engine).
     `ticket`: the state of the prompt is read from a peer instead of computed (decode engine).
+    `source`: as `ticket`, of a prefill that may still run or be queued; its first token is reported
+    here when it is known.
     `generated`: tokens that an earlier engine produced for this request; they count as generated
     (penalties, max_tokens, seed positions) and are not reported again.
     """
@@ -120,6 +122,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     hold: bool = False
     ticket: Ticket | None = None
+    source: PrefillSource | None = None
     generated: list[int] = []
 
 
@@ -142,6 +145,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestState(Enum):
+    FOLLOWING = "following"  # holds nothing; its prefill has not begun on a peer
     WAITING = "waiting"  # holds nothing
     READING = "reading"  # holds pages and a slot that a peer's state is read into
     RUNNING = "running"  # holds pages and a slot
@@ -163,6 +167,7 @@ class Request:
     max_total_tokens: int  # prompt and output together; generation ends there with "length"
     hold: bool = False
     ticket: Ticket | None = None
+    source: PrefillSource | None = None  # until its ticket is known
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     state: RequestState = RequestState.WAITING
@@ -176,6 +181,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the state of the prompt comes from a peer."""
+        return self.ticket is not None or self.source is not None
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens `[start, stop)` of prompt and output together."""

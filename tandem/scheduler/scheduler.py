@@ -32,7 +32,7 @@ from tandem.scheduler.policy import (
 )
 from tandem.scheduler.request import Request, RequestState, TokenDelta
 from tandem.scheduler.step import Chunk, NewRequest, StepPlan, StepResult
-from tandem.state.ticket import TokenLogprob
+from tandem.state.ticket import Progress, TokenLogprob
 
 # A model without recurrence has no slots; its chunks name none.
 NO_SLOT = -1
@@ -43,6 +43,7 @@ class SchedulerCounts:
     """Requests by state now, and totals since start. `cache`: who owns which memory."""
 
     waiting: int
+    following: int
     reading: int
     running: int
     finished_total: int
@@ -85,6 +86,7 @@ class Scheduler:
         self._recompute_failed_reads = recompute_failed_reads
         self._requests: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._following: dict[str, Request] = {}
         self._reading: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._new_reads: list[Request] = []
@@ -138,7 +140,12 @@ class Scheduler:
             self._finish(request, finish)
             return
         self._requests[request_id] = request
-        self._waiting[request_id] = request
+        if request.source is not None:
+            # Memory for a prompt that waits in a peer's queue would be idle here.
+            request.state = RequestState.FOLLOWING
+            self._following[request_id] = request
+        else:
+            self._waiting[request_id] = request
 
     def _owns(self, request_id: str) -> bool:
         return (
@@ -188,14 +195,23 @@ class Scheduler:
 
     def _drop(self, request: Request, computed: list[int]) -> None:
         request_id = request.request_id
-        if request.state is RequestState.READING:
-            self._quarantine(request)
-        elif request.state is RequestState.RUNNING:
+        if request.state is RequestState.RUNNING:
             del self._running[request_id]
             self._release(request_id, computed)
         else:
-            del self._waiting[request_id]
+            self._leave(request)
         self._end(request)
+
+    def _leave(self, request: Request) -> None:
+        """Out of the queues of a request that does not run."""
+        request_id = request.request_id
+        if request.state is RequestState.READING:
+            self._quarantine(request)
+        elif request.state is RequestState.FOLLOWING:
+            del self._following[request_id]
+        else:
+            # A request that its first token ends never entered the queue.
+            self._waiting.pop(request_id, None)
 
     def _end(self, request: Request) -> None:
         request.state = RequestState.FINISHED
@@ -216,12 +232,32 @@ class Scheduler:
 
     def next_reads(self) -> list[Request]:
         """Requests that became READING since the last call: slot and pages of all their tokens are
-        theirs, and the engine shall fetch the ticket's state into the first
-        `cache.pages_for(ticket.num_tokens)` of the pages. The pages of the first
-        `num_cached_tokens` are shared, hold their K/V already, and must not be written."""
+        theirs, and the engine shall fetch the prompt's state into the first of the pages. The pages
+        of the first `num_cached_tokens` are shared, hold their K/V already, and must not be
+        written."""
         self._admit_reads()
         reads, self._new_reads = self._new_reads, []
         return [request for request in reads if request.state is RequestState.READING]
+
+    def on_progress(self, request_id: str, progress: Progress) -> Request | None:
+        """News of the prefill that a request follows: once it has begun, the request waits for
+        memory; with its ticket comes the first token, which is reported at once.
+
+        Returns the request if that token has ended it; its memory goes as in `abort`.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.source is None:
+            return None
+        if request.state is RequestState.FOLLOWING and progress.num_tokens:
+            del self._following[request_id]
+            self._requeue(request)
+        ticket = progress.ticket
+        if ticket is None:
+            return None
+        request.ticket, request.source = ticket, None
+        request.output_token_ids.append(ticket.first_token)
+        finish = self._report(request, [ticket.first_token], ticket.first_logprob)
+        return None if finish is None else request
 
     def on_read_ready(self, request_id: str) -> None:
         """Every byte has arrived: the request decodes from now on. Late events are ignored."""
@@ -243,15 +279,15 @@ class Scheduler:
         memory has none. None if the request has ended.
         """
         request = self._requests.get(request_id)
-        if request is None or request.ticket is None:
+        if request is None or not request.is_remote:
             return None
         self._totals["failed_reads"] += 1
         if not self._recompute_failed_reads:
             return self.fail(request_id, error)
-        if request.state is RequestState.READING:
-            self._quarantine(request)
+        if request.state is not RequestState.WAITING:
+            self._leave(request)
             self._requeue(request)
-        request.ticket = None
+        request.ticket = request.source = None
         return request
 
     def _quarantine(self, request: Request) -> None:
@@ -347,7 +383,7 @@ class Scheduler:
         """Admit the next request that computes, and the reads before it, which cost no tokens."""
         self._admit_reads()
         request = next(iter(self._waiting.values()), None)
-        if request is None or request.ticket is not None or not self._reserve(request):
+        if request is None or request.is_remote or not self._reserve(request):
             return None
         request.state = RequestState.RUNNING
         self._running[request.request_id] = request
@@ -355,7 +391,7 @@ class Scheduler:
 
     def _admit_reads(self) -> None:
         while (request := next(iter(self._waiting.values()), None)) is not None:
-            if request.ticket is None or not self._reserve(request):
+            if not request.is_remote or not self._reserve(request):
                 return
             request.state = RequestState.READING
             self._reading[request.request_id] = request
@@ -368,11 +404,13 @@ class Scheduler:
             return False
         # Who was preempted, or comes with its state, would be dear to preempt soon: it enters when
         # each row can take one page more. Others enter as soon as they fit.
-        is_dear = request.num_preemptions > 0 or request.ticket is not None
+        is_dear = request.num_preemptions > 0 or request.is_remote
         spare_pages = num_rows if is_dear else 0
-        prefix = [] if request.ticket is None else request.prompt_token_ids
+        prefix = request.prompt_token_ids if request.is_remote else []
+        # The first token of a prefill that still runs is to come.
+        num_tokens = request.num_tokens + (request.source is not None)
         state = self.cache.try_reserve(
-            request.request_id, request.num_tokens, spare_pages=spare_pages, prefix=prefix
+            request.request_id, num_tokens, spare_pages=spare_pages, prefix=prefix
         )
         if state is None:
             return False
@@ -505,6 +543,8 @@ class Scheduler:
                 self.cache.hold(request.request_id)
             else:
                 self.cache.release(request.request_id, self._computed(request))
+        else:
+            self._leave(request)
         self._totals["finished"] += 1
         self._end(request)
 
@@ -521,6 +561,7 @@ class Scheduler:
     def counts(self) -> SchedulerCounts:
         return SchedulerCounts(
             waiting=len(self._waiting),
+            following=len(self._following),
             reading=len(self._reading),
             running=len(self._running),
             finished_total=self._totals["finished"],

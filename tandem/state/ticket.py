@@ -60,8 +60,9 @@ class Progress(msgspec.Struct, frozen=True):
     num_tokens: _Id = 0
     attempt: _Id = 0
     ticket: Ticket | None = None
+    page_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 1
 
     @classmethod
     def of(cls, ticket: Ticket, attempt: int = 0) -> "Progress":
         """A finished prefill."""
-        return cls(ticket.pages, ticket.num_tokens, attempt, ticket)
+        return cls(ticket.pages, ticket.num_tokens, attempt, ticket, ticket.page_tokens)

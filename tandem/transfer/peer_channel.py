@@ -8,19 +8,23 @@ import itertools
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from tandem.config.secret import require_secret
 from tandem.errors import ConfigError, HandshakeError
 from tandem.log import get_logger
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import PrefillSource, Progress, Ticket
 from tandem.transfer.identity import EngineIdentity
 from tandem.transfer.layout import PeerInfo, check_peer
 from tandem.transfer.protocol import (
     ALL_READERS,
+    MAX_HOLD_S,
     MAX_REPLY_NBYTES,
+    FollowReply,
+    FollowRequest,
     Hello,
     HelloReply,
     LeaseReply,
@@ -53,6 +57,7 @@ class Asked:
     status: str
     peer: PeerInfo | None = None
     error: str | None = None
+    progress: Progress | None = None
     replaced: tuple[str, str] | None = None
     reason: str | None = None  # a word for counting: FAILURES of ticket_client.py
     met_at: float | None = None  # once open: when the hello was over and the lease check began
@@ -60,13 +65,16 @@ class Asked:
 
 @dataclass
 class _Open:
-    """A ticket that is being opened, or (`is_kept`) is open and has its lease renewed."""
+    """A prefill that is followed to its ticket, a ticket whose lease is checked, or (`is_kept`) one
+    that has its lease renewed. Of a plain ticket the final record is known from the start."""
 
-    ticket: Ticket
-    deadline: float  # of opening; once kept: when the lease ends unless renewed
+    ticket: PrefillSource  # a Ticket once there is one
+    deadline: float  # for an answer that shows life; once kept: when the lease ends unless renewed
+    patience_s: float
+    seen: Progress = field(default_factory=Progress)
     is_kept: bool = False
-    next_renewal: float = 0.0
-    sequence: int | None = None  # of the lease request that waits for an answer
+    next_ask: float = 0.0
+    sequence: int | None = None  # of the request that waits for an answer
     asked: float | None = None  # when that request was sent first
 
 
@@ -94,7 +102,7 @@ class PeerChannel:
         self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.IPV6, int("[" in address))
         self.counts = dict.fromkeys(
-            ("hellos", "renewals", "releases", "lost_releases", "timeouts", "refused"), 0
+            ("hellos", "follows", "renewals", "releases", "lost_releases", "timeouts", "refused"), 0
         )
         self._address = address
         self._identity = identity
@@ -138,9 +146,9 @@ class PeerChannel:
     def has_notes(self) -> bool:
         return bool(self._notes)
 
-    def open(self, request_id: str, ticket: Ticket, deadline: float) -> None:
+    def open(self, request_id: str, ticket: PrefillSource, deadline_s: float) -> None:
         self.forget(request_id)
-        self._opens[request_id] = _Open(ticket, deadline)
+        self._opens[request_id] = _Open(ticket, time.monotonic() + deadline_s, deadline_s)
 
     def keeps(self, request_id: str) -> bool:
         """Whether the lease has certainly not ended yet. Safe from any thread."""
@@ -152,7 +160,7 @@ class PeerChannel:
         if opened is not None and opened.sequence is not None:
             self._next_send.pop(opened.sequence, None)
 
-    def release(self, ticket: Ticket, num_readers: int, reader_rank: int) -> None:
+    def release(self, ticket: PrefillSource, num_readers: int, reader_rank: int) -> None:
         if reader_rank == ALL_READERS:
             for request_id in [
                 name
@@ -202,16 +210,14 @@ class PeerChannel:
         self._end_overdue(now)
         needs_hello = False
         for opened in self._opens.values():
-            if opened.is_kept and now < opened.next_renewal:
+            if now < opened.next_ask:
                 continue
             if not opened.is_kept and not self._is_met(opened.ticket):
                 needs_hello = True
                 continue
             if opened.sequence is None:
                 opened.sequence, opened.asked = next(self._sequences), None
-            ticket = opened.ticket
-            request = LeaseRequest(opened.sequence, ticket.ticket_id, ticket.generation)
-            if self._send(request, now) and opened.asked is None:
+            if self._send(self._question(opened, opened.sequence), now) and opened.asked is None:
                 opened.asked = now
         for note in self._notes.values():
             self._send(note.message, now)
@@ -219,7 +225,17 @@ class PeerChannel:
             self._hello = self._hello or next(self._sequences)
             self._send(Hello(self._hello, self._identity), now)
 
-    def _is_met(self, ticket: Ticket) -> bool:
+    @staticmethod
+    def _question(opened: _Open, sequence: int) -> Request:
+        ticket, seen = opened.ticket, opened.seen
+        if isinstance(ticket, Ticket):
+            return LeaseRequest(sequence, ticket.ticket_id, ticket.generation)
+        hold_s = min(MAX_HOLD_S, opened.patience_s / 4)
+        return FollowRequest(
+            sequence, ticket.ticket_id, ticket.generation, seen.attempt, seen.num_tokens, hold_s
+        )
+
+    def _is_met(self, ticket: PrefillSource) -> bool:
         return self._peer is not None and self._peer.key == (ticket.engine_id, ticket.generation)
 
     def _send(self, message: Request, now: float) -> bool:
@@ -250,7 +266,10 @@ class PeerChannel:
             if opened.is_kept:
                 self._end(request_id, "lease", f"{self._address} did not renew the lease in time")
             else:
-                what = "lease check" if self._is_met(opened.ticket) else "hello"
+                what = "hello"
+                if self._is_met(opened.ticket):
+                    is_followed = not isinstance(opened.ticket, Ticket)
+                    what = "question how far it is" if is_followed else "lease check"
                 self._end(
                     request_id,
                     "unanswered",
@@ -300,7 +319,7 @@ class PeerChannel:
             for request_id, opened in list(self._opens.items()):
                 if opened.sequence == sequence:
                     opened.sequence = None
-                    self._on_lease(request_id, opened, reply)
+                    self._on_answer(request_id, opened, reply)
 
     def _on_hello(self, reply: Reply) -> None:
         waiting = [
@@ -353,7 +372,33 @@ class PeerChannel:
                 error = f"prefill engine {key[0]} at {self._address} was restarted"
                 self._end(request_id, "restarted", error)
 
-    def _on_lease(self, request_id: str, opened: _Open, reply: Reply) -> None:
+    def _on_progress(self, request_id: str, opened: _Open, progress: Progress | None) -> None:
+        self.counts["follows"] += 1
+        now = time.monotonic()
+        if progress is None or progress == opened.seen:
+            # No news, and it may have come at once: ask again when it would have been held back.
+            opened.next_ask = (opened.asked or now) + min(MAX_HOLD_S, opened.patience_s / 4)
+        if progress is None:
+            return  # its request has not come: that shows no life of it
+        opened.deadline = now + opened.patience_s
+        if progress == opened.seen:
+            return
+        ticket = progress.ticket
+        if ticket is not None:
+            if ticket.ticket_id != opened.ticket.ticket_id or not self._is_met(ticket):
+                what = f"{self._address} answers with a ticket of another prefill"
+                self._end(request_id, "lease", what)
+                return
+            # Release notes go where we have met the engine, whatever the record says.
+            opened.ticket = msgspec.structs.replace(ticket, address=self._address)
+        opened.seen = progress
+        self._tell(Asked(request_id, "progress", peer=self._peer, progress=progress))
+
+    def _on_answer(self, request_id: str, opened: _Open, reply: Reply) -> None:
+        if isinstance(reply, FollowReply) and not isinstance(opened.ticket, Ticket):
+            if self._is_met(opened.ticket):  # else dropped meanwhile: begin again with its hello
+                self._on_progress(request_id, opened, reply.progress)
+            return
         now = time.monotonic()
         if isinstance(reply, LeaseReply):
             self.counts["renewals"] += 1
@@ -364,12 +409,12 @@ class PeerChannel:
             if asked + reply.remaining_s <= now:
                 return  # the answer is too old to mean anything: ask again
             opened.deadline = asked + reply.remaining_s
-            opened.next_renewal = asked + reply.remaining_s / 3
+            opened.next_ask = asked + reply.remaining_s / 3
             was_kept, opened.is_kept = opened.is_kept, True
             if not was_kept:
                 self._tell(Asked(request_id, "open", peer=self._peer, met_at=asked))
             return
-        message = reply.message if isinstance(reply, Refusal) else "the lease check got no answer"
+        message = reply.message if isinstance(reply, Refusal) else "the question got no answer"
         self.counts["refused"] += 1
         self._end(request_id, "lease", message)
         peer = self._peer

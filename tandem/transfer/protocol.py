@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from tandem.config.engine import MAX_LEASE_S
 from tandem.errors import HandshakeError
+from tandem.state.ticket import Progress
 from tandem.transfer.identity import (
     Count,
     EngineIdentity,
@@ -26,10 +27,13 @@ from tandem.transfer.layout import PeerInfo, RankInfo
 
 __all__ = [
     "ALL_READERS",
+    "MAX_HOLD_S",
     "MAX_READERS",
     "MAX_REPLY_NBYTES",
     "MAX_REQUEST_NBYTES",
     "PROTOCOL_VERSION",
+    "FollowReply",
+    "FollowRequest",
     "Hello",
     "HelloReply",
     "LeaseReply",
@@ -57,6 +61,8 @@ MAX_REQUEST_NBYTES = 4 << 20
 MAX_REPLY_NBYTES = 16 << 20
 ALL_READERS = -1
 MAX_READERS = 1024
+# How long an answer to a FollowRequest may be held back for want of news.
+MAX_HOLD_S = 0.5
 
 _TAG = b"tandem/"
 _LongText = Annotated[str, Meta(max_length=4096)]
@@ -71,6 +77,18 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     sequence: Count
     identity: EngineIdentity
+
+
+class FollowRequest(msgspec.Struct, frozen=True, tag="follow"):
+    """How far is the prefill? Answered when it is further than what was seen, or after `hold_s`:
+    every answer also says that the engine lives."""
+
+    sequence: Count
+    ticket_id: ShortText
+    generation: ShortText
+    seen_attempt: Count
+    seen_tokens: Count
+    hold_s: Annotated[float, Meta(ge=0, le=MAX_HOLD_S)]
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
@@ -99,6 +117,14 @@ class HelloReply(msgspec.Struct, frozen=True, tag="welcome"):
     ranks: tuple[RankInfo, ...]
 
 
+class FollowReply(msgspec.Struct, frozen=True, tag="progress"):
+    """`progress` is None for a ticket whose request has not come yet; with a ticket in it, it is
+    the final record, and the lease runs."""
+
+    sequence: Count
+    progress: Progress | None
+
+
 class LeaseReply(msgspec.Struct, frozen=True, tag="leased"):
     sequence: Count
     remaining_s: Annotated[float, Meta(ge=0, le=MAX_LEASE_S)]
@@ -116,8 +142,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
     generation: ShortText
 
 
-Request = Hello | LeaseRequest | ReleaseNote
-Reply = HelloReply | LeaseReply | ReleaseReply | Refusal
+Request = Hello | FollowRequest | LeaseRequest | ReleaseNote
+Reply = HelloReply | FollowReply | LeaseReply | ReleaseReply | Refusal
 
 
 class MoveCommand(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The side channel of a decode engine: hello, lease and release, asked of prefill engines.
+"""The side channel of a decode engine: hello, follow, lease and release, asked of prefill engines.
 
 One thread talks to all peers; a silent one costs only the requests that need it. Nothing blocks
 the caller. It reads no memory: mover.py does, once a ticket is open.
@@ -15,7 +15,7 @@ import zmq
 
 from tandem.errors import TransferError
 from tandem.log import get_logger
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import PrefillSource, Progress
 from tandem.transfer.identity import EngineIdentity, is_proven_dead
 from tandem.transfer.peer_channel import Asked, PeerChannel
 from tandem.transfer.protocol import ALL_READERS, PeerInfo
@@ -34,9 +34,9 @@ _MAX_CHANNELS = 512
 
 
 class OpenEvent(msgspec.Struct, frozen=True):
-    """`status`: "open" (`peer` is set, the lease has just been renewed: post the read now),
-    "failed" (`error`), or "lost": the lease of an open ticket could not be kept, so what is read
-    under it must not be used.
+    """`status`: "progress" (of a prefill that is followed; `peer` is set too), "open" (`peer` is
+    set, the lease has just been renewed: post what is left), "failed" (`error`), or "lost": the
+    lease of an open ticket could not be kept, so what is read under it must not be used.
 
     Each `open` gets exactly one of open and failed, unless forgotten; lost may follow open.
     """
@@ -47,14 +47,15 @@ class OpenEvent(msgspec.Struct, frozen=True):
     error: str | None = None
     reason: str | None = None  # of failed and lost: one of FAILURES
     met_at: float | None = None  # of open: when the hello was over, monotonic seconds
+    progress: Progress | None = None
 
 
 class TicketClient:
-    """Opens tickets, keeps their leases while they are read, and releases them.
+    """Follows prefills, opens tickets, keeps their leases while they are read, and releases them.
 
     Args:
         identity: of this decode engine; its model is compared by the peer.
-        deadline_s: how long `open` may take, unless it says otherwise.
+        deadline_s: how long `open` may go without an answer, unless it says otherwise.
         secret: the cluster's; peers have to prove it, and are shown that we know it.
         notify: called from the thread after an event was added.
     """
@@ -86,10 +87,10 @@ class TicketClient:
         self._thread = threading.Thread(target=self._run, name="ticket-client", daemon=True)
         self._thread.start()
 
-    def open(self, request_id: str, ticket: Ticket, deadline_s: float | None = None) -> None:
-        """Meet the ticket's engine if need be and check its lease. The lease is then renewed until
-        `release` or `forget`."""
-        deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+    def open(self, request_id: str, ticket: PrefillSource, deadline_s: float | None = None) -> None:
+        """Meet the ticket's engine if need be, follow the prefill until there is a ticket (unless
+        it is one), and check its lease. The lease is then renewed until `release` or `forget`."""
+        patience_s = self._deadline_s if deadline_s is None else deadline_s
 
         def open_ticket() -> None:
             try:
@@ -97,15 +98,17 @@ class TicketClient:
             except TransferError as error:
                 self._on_asked(Asked(request_id, "failed", error=str(error), reason="handshake"))
             else:
-                channel.open(request_id, ticket, deadline)
+                channel.open(request_id, ticket, patience_s)
 
         self._submit(open_ticket)
 
-    def release(self, ticket: Ticket, num_readers: int, reader_rank: int = ALL_READERS) -> None:
+    def release(
+        self, ticket: PrefillSource, num_readers: int, reader_rank: int = ALL_READERS
+    ) -> None:
         """Tell the ticket's engine that `reader_rank` of `num_readers` ranks, or all of them, need
         its memory no more. Repeated until answered or the lease has ended anyway.
 
-        Ends the renewals of the ticket. Works for tickets that were never opened.
+        Ends the renewals of the ticket, or its prefill. Works for tickets that were never opened.
         """
 
         def release_ticket() -> None:
@@ -127,7 +130,7 @@ class TicketClient:
 
         self._submit(forget)
 
-    def keeps(self, request_id: str, ticket: Ticket) -> bool:
+    def keeps(self, request_id: str, ticket: PrefillSource) -> bool:
         """Whether the lease of an open ticket has certainly not ended yet: what was read under it
         until now may be used. A process that was stopped finds out here, before any event."""
         channel = self._channels.get(ticket.address)
@@ -169,7 +172,8 @@ class TicketClient:
                 return events
 
     def stats(self) -> dict[str, int]:
-        """Totals over all peers: hellos, renewals, releases, lost_releases, timeouts, refused."""
+        """Totals over all peers: hellos, follows, renewals, releases, lost_releases, timeouts,
+        refused."""
         totals: dict[str, int] = {}
         for channel in list(self._channels.values()):
             for name, value in channel.counts.items():
@@ -288,6 +292,7 @@ class TicketClient:
                 error=asked.error,
                 reason=asked.reason,
                 met_at=asked.met_at,
+                progress=asked.progress,
             )
         )
         if self._notify is not None:

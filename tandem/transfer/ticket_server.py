@@ -1,12 +1,15 @@
-"""The side channel of a prefill engine: it answers hellos, lease checks and release notes.
+"""The side channel of a prefill engine: it answers hellos, followers, lease checks and release
+notes.
 
 A thread of its own answers while the engine computes. It decides nothing about memory: the lease
 table counts, and the engine frees.
 """
 
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -14,11 +17,14 @@ import zmq
 from tandem.config.secret import require_secret
 from tandem.errors import ConfigError, HandshakeError, LeaseError
 from tandem.log import get_logger
+from tandem.state.ticket import Progress
 from tandem.transfer.identity import EngineIdentity
 from tandem.transfer.layout import PeerInfo, RankInfo, check_peer
 from tandem.transfer.protocol import (
     ALL_READERS,
     MAX_REQUEST_NBYTES,
+    FollowReply,
+    FollowRequest,
     Hello,
     HelloReply,
     LeaseReply,
@@ -41,17 +47,35 @@ log = get_logger(__name__)
 _STOP_CHECK_MS = 100
 # Strangers can cause these warnings, so they must not fill a disk.
 _TRUST_WARNING_S = 10.0
+# Held answers; whoever comes when there are so many is answered at once.
+_MAX_FOLLOWERS = 4096
 _WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")
 
 
 class Leases(Protocol):
-    """What the server needs of a lease table (cache/lease.py); called from its thread."""
+    """What the server needs of a lease table (cache/lease.py); called from its thread.
+
+    `on_change` is called by the table, from any thread, when news() may have changed.
+    """
+
+    on_change: Callable[[], None]
+
+    def news(self, ticket_id: str) -> Progress | None:
+        """How far a prefill is; None if it has not come yet. Raises: LeaseError if it has ended."""
 
     def renew(self, ticket_id: str) -> float:
         """Seconds that are left after starting anew. Raises: LeaseError if it has ended."""
 
     def release(self, ticket_id: str, rank: int, num_readers: int) -> bool:
         """One reader is done. Repeated and unknown notes are tolerated and counted."""
+
+
+@dataclass
+class _Follower:
+    """Who waits for news of a ticket."""
+
+    request: FollowRequest
+    until: float
 
 
 class TicketServer:
@@ -103,8 +127,14 @@ class TicketServer:
             self._context.term()
             raise
         self._counts = dict.fromkeys(
-            ("hellos", "renewals", "releases", "refused", "untrusted", "malformed"), 0
+            ("hellos", "follows", "renewals", "releases", "refused", "untrusted", "malformed"), 0
         )
+        self._followers: dict[tuple[bytes, str], _Follower] = {}  # by asker and ticket
+        # ZMQ sockets belong to the thread; this pair of plain ones wakes it.
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        leases.on_change = self._wake
         self._is_closing = threading.Event()
         # From here on the socket belongs to the thread.
         self._thread = threading.Thread(target=self._run, name="ticket-server", daemon=True)
@@ -121,9 +151,21 @@ class TicketServer:
         return dict(self._counts)
 
     def close(self) -> None:
+        if self._is_closing.is_set():
+            return
         self._is_closing.set()
+        self._wake()
         self._thread.join()
+        self._leases.on_change = lambda: None
         self._context.term()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"!")
+        except BlockingIOError:
+            return  # the pair is full of wake-ups already
 
     def _bind(self, host: str, port: int) -> str:
         literal = f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -140,12 +182,53 @@ class TicketServer:
         return f"tcp://{literal}:{port}"
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
         try:
             while not self._is_closing.is_set():
-                if self._socket.poll(_STOP_CHECK_MS):
+                ready = dict(poller.poll(_STOP_CHECK_MS))
+                if self._wake_reader.fileno() in ready:
+                    self._sleep_again()
+                if self._socket in ready:
                     self._serve()
+                self._tell_followers()
         finally:
             self._socket.close(linger=0)
+
+    def _sleep_again(self) -> None:
+        """Take the wake-ups that have come: what they tell of is looked at next."""
+        try:
+            while self._wake_reader.recv(4096):
+                continue
+        except BlockingIOError:
+            return
+
+    def _tell_followers(self) -> None:
+        """Answer those for whom there is news, or who have waited for long enough."""
+        now = time.monotonic()
+        for (peer, ticket_id), follower in list(self._followers.items()):
+            reply = self._progress(follower.request, is_patient=now < follower.until)
+            if reply is not None:
+                del self._followers[peer, ticket_id]
+                answer = self._seal.seal(peer, encode(reply))
+                if answer is not None:
+                    self._send(peer, answer)
+
+    def _progress(self, request: FollowRequest, *, is_patient: bool) -> Reply | None:
+        """The answer to a follower; None if it can wait and has seen all that there is."""
+        try:
+            progress = self._leases.news(request.ticket_id)
+        except LeaseError as error:
+            return self._refusal(request.sequence, str(error))
+        seen = request.seen_attempt, request.seen_tokens
+        is_new = progress is not None and (
+            progress.ticket is not None or (progress.attempt, progress.num_tokens) != seen
+        )
+        if is_patient and not is_new:
+            return None
+        self._counts["follows"] += 1
+        return FollowReply(request.sequence, progress)
 
     def _serve(self) -> None:
         """Answer one message; drop one that cannot be understood."""
@@ -156,8 +239,8 @@ class TicketServer:
             opened = self._seal.open(peer, frames)
             answer = opened.answer
             if opened.frames is not None:
-                reply = self._answer(decode_request(opened.frames))
-                answer = self._seal.seal(peer, encode(reply))
+                reply = self._answer(peer, decode_request(opened.frames))
+                answer = None if reply is None else self._seal.seal(peer, encode(reply))
         except VersionError as error:
             # Unsealed: the two versions need not agree about seals.
             answer = bare(encode(self._refusal(0, str(error))))
@@ -169,8 +252,10 @@ class TicketServer:
             self._counts["malformed"] += 1
             log.debug("dropped a message on the side channel: %s", error)
             return
-        if answer is None:
-            return
+        if answer is not None:
+            self._send(peer, answer)
+
+    def _send(self, peer: bytes, answer: list[bytes]) -> None:
         try:
             self._socket.send_multipart([peer, *answer], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -183,7 +268,8 @@ class TicketServer:
             self._next_trust_warning = now + _TRUST_WARNING_S
             log.warning("side channel: %s", error)
 
-    def _answer(self, request: Request) -> Reply:
+    def _answer(self, peer: bytes, request: Request) -> Reply | None:
+        """None: the answer follows when there is one."""
         identity = self._identity
         if isinstance(request, Hello):
             reason = refuse_model(identity.model, request.identity.model)
@@ -204,6 +290,12 @@ class TicketServer:
                 f"ticket {request.ticket_id} is of generation {request.generation}; the engine "
                 f"restarted as generation {identity.generation}: recompute the prompt",
             )
+        if isinstance(request, FollowRequest):
+            if len(self._followers) >= _MAX_FOLLOWERS:
+                return self._progress(request, is_patient=False)
+            until = time.monotonic() + request.hold_s
+            self._followers[peer, request.ticket_id] = _Follower(request, until)
+            return None
         if isinstance(request, LeaseRequest):
             try:
                 remaining_s = self._leases.renew(request.ticket_id)

@@ -15,7 +15,7 @@ from tandem.config.args import build_config
 from tandem.engine.engine import EngineCore
 from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
 from tandem.scheduler.step import StepPlan, StepResult
-from tandem.state.ticket import Ticket, TokenLogprob
+from tandem.state.ticket import PrefillSource, Ticket, TokenLogprob
 
 PATIENCE_S = 60.0
 # Of one logprob, when equal state is computed in other chunks and batches, in fp32.
@@ -142,6 +142,58 @@ def run_apart(
         outputs[index] = output
     wait_until_idle(prefill, decode)
     return [output for output in outputs if output is not None]
+
+
+def source_of(prefill: EngineCore, ticket_id: str) -> PrefillSource:
+    """What a router knows of a prefill before it has begun."""
+    info = prefill.info
+    assert info.side_channel is not None
+    return PrefillSource(
+        ticket_id=ticket_id,
+        engine_id=info.engine_id,
+        generation=info.generation,
+        address=info.side_channel,
+        lease_s=info.lease_s,
+    )
+
+
+def run_streamed(
+    prefill: EngineCore,
+    decode: EngineCore,
+    requests: Sequence[EngineRequest],
+) -> list[Output]:
+    """Each request on both engines at the same time: the decode engine follows the prefill.
+
+    As a router does it, an answer that ends with its first token is the prefill engine's, and the
+    request is aborted on the other. Both are idle in the end. The prefill engine waits for the
+    other once it has pages to read, so that some are read early whatever the machine does.
+    """
+    num_early = decode.stats()["transfer_early_pages"]
+    page_tokens = decode._cache.geometry.page_tokens
+    legs, outputs = {}, {}
+    for item in requests:
+        leg = f"{item.request_id}-p{next(_legs)}"
+        legs[leg] = item.request_id
+        prefill.add(msgspec.structs.replace(item, request_id=leg, hold=True))
+        decode.add(msgspec.structs.replace(item, source=source_of(prefill, leg)))
+        outputs[item.request_id] = Output()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(output.finish_reason is None for output in outputs.values()):
+        assert time.monotonic() < deadline, f"{prefill.stats()} {decode.stats()}"
+        running = prefill._scheduler._running.values()
+        is_ahead = any(item.num_computed >= page_tokens for item in running)
+        may_step = not is_ahead or decode.stats()["transfer_early_pages"] > num_early
+        for delta in prefill.step() if may_step else []:
+            if delta.finish_reason in ("stop", "length"):
+                decode.abort(legs[delta.request_id])
+                outputs[legs[delta.request_id]] = Output()
+                outputs[legs[delta.request_id]].add(delta)
+        for delta in decode.step():
+            outputs[delta.request_id].add(delta)
+        if not decode.has_work() and not prefill.has_work():
+            time.sleep(0.0005)
+    wait_until_idle(prefill, decode)
+    return list(outputs.values())
 
 
 def wait_until_idle(*cores: EngineCore) -> None:

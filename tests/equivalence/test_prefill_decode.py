@@ -22,6 +22,7 @@ from tests.equivalence.engines import (
     request,
     run,
     run_apart,
+    run_streamed,
     set_budget,
     step_until,
     wait_until_idle,
@@ -39,10 +40,10 @@ LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 37, 40, 47, 48,
 MODEL = "nemotron_h"
 
 
-def mixed_requests() -> list[EngineRequest]:
+def mixed_requests(seed: int = 31) -> list[EngineRequest]:
     """Of every length; greedy, seeded, with penalties, with an early end; all with logprobs."""
     made = []
-    for index, prompt in enumerate(random_prompts(LENGTHS, seed=31)):
+    for index, prompt in enumerate(random_prompts(LENGTHS, seed=seed)):
         sampling = greedy(10, logprobs=5)
         if index % 3 == 1:
             sampling = SamplingParams(
@@ -122,6 +123,32 @@ def test_every_pair_of_sizes_equals_one_engine(
     assert difference["transfer_num_done"] == num_moved
     # No prompt token is fed twice, and none on the decode engine.
     assert difference["prompt_tokens_total"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"), TP_PAIRS, ids=[f"{p} to {d}" for p, d in TP_PAIRS]
+)
+def test_reading_while_the_prefill_goes_on_equals_one_engine(
+    engines: Engines, together: EngineCore, prefill_tp: int, decode_tp: int
+) -> None:
+    prefill, decode = engines.get("prefill", prefill_tp), engines.get("decode", decode_tp)
+    # Prompts of their own, longer than a page of any engine: nothing of them is cached yet.
+    requests = mixed_requests(seed=100 * prefill_tp + decode_tp)[11:]
+    before = decode.stats()
+    set_budget(prefill, 20)  # the longest prompts take several steps, whatever runs beside them
+    try:
+        outputs = run_streamed(prefill, decode, requests)
+    finally:
+        set_budget(prefill, 96)
+    assert_equal_outputs(outputs, run(together, requests), LENGTHS[11:])
+    after = decode.stats()
+    difference = {name: after[name] - before[name] for name in after}
+    num_moved = sum(item.sampling.max_tokens != 1 for item in requests)
+    assert difference["failed_reads_total"] == difference["prompt_tokens_total"] == 0
+    assert difference["transfer_num_done"] == num_moved
+    assert difference["transfer_parts"] > num_moved
+    assert difference["transfer_early_pages"] > 0
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -87,9 +87,9 @@ def test_progress_names_the_pages_that_are_finished(bench: Bench) -> None:
     pages = tuple(bench.cache.state("r").pages)
     assert bench.leases.news("r") == Progress()
     bench.chunk(0, 20, 0)
-    assert bench.leases.news("r") == Progress(pages[:2], 20, 1)
+    assert bench.leases.news("r") == Progress(pages[:2], 20, 1, page_tokens=16)
     bench.chunk(20, 39, 3)
-    assert bench.leases.news("r") == Progress(pages[:3], 39, 1)
+    assert bench.leases.news("r") == Progress(pages[:3], 39, 1, page_tokens=16)
     # Another request's chunk, or one of a request that is not held, is nobody's news.
     bench.desk.advance(Chunk("other", 0, [1], 0, 0, [], False))
     bench.chunk(39, 40, 3, sample=True)

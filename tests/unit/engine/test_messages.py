@@ -89,7 +89,7 @@ TO_CORE = [
     messages.DebugQuery(3),
 ]
 TO_FRONTEND = [
-    messages.EngineInfo("e", "m", 512, 4096, (1, 2), "decode", None, 2),
+    messages.EngineInfo("e", "m", 512, 4096, (1, 2), "prefill", "tcp://h:1", "g", 30.0, 2),
     Failure("RequestError", "no", "prompt"),
     messages.Deltas([DELTA, TokenDelta(request_id="s", token_ids=[])]),
     messages.Refused("r", Failure("CapacityError", "full")),

@@ -1,9 +1,10 @@
 """The read desk against a side channel and ranks that do as they are told."""
 
+import msgspec
 import pytest
 
 from tandem.engine.reads import ReadDesk, ReadOutcome
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import PrefillSource, Progress, Ticket
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo
 from tandem.transfer.protocol import MoveCommand, MoveEvent
@@ -40,10 +41,10 @@ class FakeClient:
         self.dead: set[str] = set()
         self.keeps_leases = True
 
-    def open(self, request_id: str, ticket: Ticket) -> None:
+    def open(self, request_id: str, ticket: PrefillSource) -> None:
         self.opened.append(request_id)
 
-    def release(self, ticket: Ticket, num_readers: int) -> None:
+    def release(self, ticket: PrefillSource, num_readers: int) -> None:
         self.released.append((ticket.ticket_id, num_readers))
 
     def drop_peer(self, key: tuple[str, str]) -> None:
@@ -52,7 +53,7 @@ class FakeClient:
     def is_peer_dead(self, engine_id: str, generation: str) -> bool:
         return engine_id in self.dead
 
-    def keeps(self, request_id: str, ticket: Ticket) -> bool:
+    def keeps(self, request_id: str, ticket: PrefillSource) -> bool:
         return self.keeps_leases
 
     def poll(self) -> list[OpenEvent]:
@@ -88,12 +89,13 @@ class Bench:
             self.executor,  # type: ignore[arg-type]
             num_ranks=2,
             deadline_s=DEADLINE_S,
+            page_tokens=16,
             slot_nbytes=100,
             clock=lambda: self.now,
         )
 
     def open(self, request_id: str = "r") -> None:
-        self.desk.open(request_id, ticket())
+        self.desk.open(request_id, ticket(), 20)
         self.client.events.append(OpenEvent(request_id, "open", peer=PEER))
 
     def start(self, request_id: str = "r") -> None:
@@ -102,6 +104,26 @@ class Bench:
         self.desk.start(request_id, [8, 9], 4)
         assert self.desk.advance() == []
         assert self.executor.posted[-1].request_id == request_id
+
+    def follow(self, request_id: str = "r", num_tokens: int = 40) -> None:
+        """A prefill that is not finished, memory reserved: pages of 16 tokens."""
+        source = PrefillSource(
+            ticket_id="t", engine_id="P", generation="g1", address=PEER.address, lease_s=30.0
+        )
+        self.desk.open(request_id, source, num_tokens)
+        self.desk.start(request_id, [8, 9, 7], 4)
+
+    def hear(self, progress: Progress, request_id: str = "r") -> list[ReadOutcome]:
+        """News of the prefill; what was posted since is in `parts`."""
+        self.client.events.append(OpenEvent(request_id, "progress", peer=PEER, progress=progress))
+        return self.desk.advance()
+
+    def parts(self) -> list[tuple[int, int, int, int | None]]:
+        """Number, token range and source slot of each part that was posted."""
+        return [
+            (item.part, item.start_token, item.stop_token, item.src_slot)
+            for item in self.executor.posted
+        ]
 
     def tell(self, rank: int, status: str, request_id: str = "r", **fields: object) -> None:
         self.executor.events.append((rank, MoveEvent(request_id, status, **fields)))
@@ -116,7 +138,7 @@ def bench() -> Bench:
 
 
 def test_a_read_is_posted_once_its_ticket_is_open_and_its_memory_reserved(bench: Bench) -> None:
-    bench.desk.open("r", ticket())
+    bench.desk.open("r", ticket(), 20)
     assert bench.client.opened == ["r"]
     assert bench.advance() == []
     bench.client.events = [OpenEvent("r", "open", peer=PEER)]
@@ -181,7 +203,7 @@ def test_a_lost_peer_is_met_anew(bench: Bench) -> None:
 
 
 def test_a_ticket_that_does_not_open_fails_at_once(bench: Bench) -> None:
-    bench.desk.open("r", ticket())
+    bench.desk.open("r", ticket(), 20)
     bench.client.events = [OpenEvent("r", "failed", error="its lease has ended")]
     assert bench.advance() == [ReadOutcome("r", False, True, "its lease has ended")]
     assert bench.executor.posted == []
@@ -296,3 +318,163 @@ def test_events_of_unknown_reads_are_ignored(bench: Bench) -> None:
     bench.tell(0, "done", "other")
     assert bench.advance() == []
     assert bench.desk.is_reading("r")
+
+
+# --- prefills that are followed ---
+
+FINAL = msgspec.structs.replace(ticket(), num_tokens=40, pages=(5, 6, 4))
+
+
+def test_pages_are_read_as_they_are_finished_and_the_rest_with_the_slot(bench: Bench) -> None:
+    bench.follow()
+    assert bench.hear(Progress((5,), 15, 1)) == []
+    assert bench.parts() == []
+    bench.hear(Progress((5, 6), 33, 1))
+    assert bench.parts() == [(0, 0, 32, None)]
+    assert bench.executor.posted[0].src_pages == (5, 6)
+    assert bench.executor.posted[0].dst_pages == (8, 9, 7)
+    assert bench.executor.posted[0].dst_slot is None
+    bench.hear(Progress.of(FINAL, 1))
+    assert bench.parts() == [(0, 0, 32, None), (1, 32, 40, 3)]
+    assert bench.executor.posted[1].dst_slot == 4
+    assert [progress.num_tokens for _, progress in bench.desk.take_news()] == [15, 33, 40]
+    for part in (1, 0):
+        for rank in (0, 1):
+            bench.tell(rank, "done", nbytes=500, seconds=0.5, part=part)
+    # Every byte is there, but whether the lease held is not known yet.
+    assert bench.advance() == []
+    assert bench.desk.is_reading("r")
+    bench.client.events.append(OpenEvent("r", "open", peer=PEER))
+    assert bench.advance() == [ReadOutcome("r", is_ready=True, is_quiet=True)]
+    assert bench.client.released == [("t", 2)]
+    totals = bench.desk.totals
+    assert (totals.parts, totals.early_pages, totals.num_pages) == (2, 2, 3)
+    assert (totals.nbytes, totals.read_seconds) == (2000, 1.0)
+
+
+def test_a_read_whose_last_part_is_first_to_arrive_waits_for_the_others(bench: Bench) -> None:
+    bench.follow()
+    bench.hear(Progress((5, 6), 32, 1))
+    bench.hear(Progress.of(FINAL, 1))
+    bench.client.events.append(OpenEvent("r", "open", peer=PEER))
+    for rank in (0, 1):
+        bench.tell(rank, "done", part=1)
+    assert bench.advance() == []
+    bench.tell(0, "done", part=0)
+    assert bench.advance() == []
+    bench.tell(1, "done", part=0)
+    assert bench.advance() == [ReadOutcome("r", is_ready=True, is_quiet=True)]
+
+
+def test_when_a_part_fails_no_other_is_posted_and_all_are_waited_for(bench: Bench) -> None:
+    bench.follow()
+    bench.hear(Progress((5,), 16, 1))
+    bench.hear(Progress((5, 6), 32, 1))
+    bench.tell(0, "failed", error="the wire broke", part=0)
+    bench.tell(1, "done", part=0)
+    assert bench.advance() == []
+    bench.hear(Progress.of(FINAL, 1))
+    assert len(bench.parts()) == 2
+    bench.tell(0, "done", part=1)
+    assert bench.advance() == []
+    bench.tell(1, "done", part=1)
+    assert bench.advance() == [ReadOutcome("r", False, True, "the wire broke")]
+    assert bench.executor.given_up == []
+
+
+def test_what_was_read_of_an_attempt_that_was_given_up_is_read_again(bench: Bench) -> None:
+    """Not before the old bytes have landed: they would overwrite the new ones."""
+    bench.follow()
+    bench.hear(Progress((5, 6), 32, 1))
+    bench.hear(Progress((1,), 16, 2))
+    assert bench.parts() == [(0, 0, 32, None)]
+    for rank in (0, 1):
+        bench.tell(rank, "done", part=0)
+    bench.advance()
+    bench.advance()
+    assert bench.parts() == [(0, 0, 32, None), (1, 0, 16, None)]
+    assert bench.executor.posted[1].src_pages == (1,)
+
+
+def test_a_new_attempt_may_be_noticed_with_its_ticket(bench: Bench) -> None:
+    bench.follow()
+    bench.hear(Progress((5, 6), 32, 1))
+    bench.hear(Progress.of(FINAL, 2))
+    for rank in (0, 1):
+        bench.tell(rank, "done", part=0)
+    bench.client.events.append(OpenEvent("r", "open", peer=PEER))
+    assert bench.advance() == []
+    bench.advance()
+    assert bench.parts() == [(0, 0, 32, None), (1, 0, 40, 3)]
+
+
+def test_few_parts_are_in_flight_and_what_finishes_meanwhile_goes_together(bench: Bench) -> None:
+    bench.follow(num_tokens=40 * 16)
+    for count in range(1, 10):
+        bench.hear(Progress(tuple(range(count)), count * 16, 1))
+    assert [stop for _, _, stop, _ in bench.parts()] == [16, 32, 48, 64]
+    for rank in (0, 1):
+        bench.tell(rank, "done", part=2)
+    bench.advance()
+    bench.advance()
+    assert bench.parts()[-1] == (4, 64, 9 * 16, None)
+
+
+def test_memory_may_come_later_than_the_ticket(bench: Bench) -> None:
+    source = PrefillSource(
+        ticket_id="t", engine_id="P", generation="g1", address=PEER.address, lease_s=30.0
+    )
+    bench.desk.open("r", source, 40)
+    bench.hear(Progress((5, 6), 32, 1))
+    bench.hear(Progress.of(FINAL, 1))
+    assert bench.parts() == []
+    bench.desk.start("r", [8, 9, 7], 4, start_token=16)
+    bench.advance()
+    assert bench.parts() == [(0, 16, 40, 3)]
+
+
+def test_a_prefill_of_another_length_is_refused(bench: Bench) -> None:
+    bench.follow(num_tokens=41)
+    (outcome,) = bench.hear(Progress.of(FINAL, 1))
+    assert outcome.error == "ticket t covers 40 tokens, the prompt has 41"
+    assert bench.desk.take_news() == []
+    assert bench.client.released == [("t", 2)]
+
+
+def test_abandoned_with_several_parts_it_drains_on_every_rank(bench: Bench) -> None:
+    bench.follow()
+    bench.hear(Progress((5,), 16, 1))
+    bench.hear(Progress((5, 6), 32, 1))
+    assert not bench.desk.abandon("r")
+    assert bench.client.released == [("t", 2)]  # which ends the prefill too
+    bench.tell(0, "done", part=0)
+    bench.tell(0, "drained")
+    bench.tell(1, "done", part=0)
+    assert bench.advance() == []
+    bench.tell(1, "drained")
+    assert bench.advance() == [ReadOutcome("r", is_ready=False, is_quiet=True)]
+
+
+def test_the_deadline_does_not_run_while_nothing_is_in_flight(bench: Bench) -> None:
+    """The side channel sees whether the prefill lives."""
+    bench.follow()
+    bench.hear(Progress((5,), 16, 1))
+    for rank in (0, 1):
+        bench.tell(rank, "done", part=0)
+    bench.advance()
+    bench.now += 10 * DEADLINE_S
+    assert bench.advance() == []
+    bench.hear(Progress((5, 6), 32, 1))
+    bench.now += DEADLINE_S + 0.1
+    (outcome,) = bench.advance()
+    assert outcome.error == "no state within 10 s"
+    assert not outcome.is_quiet
+
+
+def test_a_model_without_pages_reads_its_slot_at_the_end(bench: Bench) -> None:
+    bench.follow()
+    bench.desk.start("r", [], 4)
+    bench.hear(Progress((), 32, 1))
+    assert bench.parts() == []
+    bench.hear(Progress.of(msgspec.structs.replace(FINAL, pages=()), 1))
+    assert bench.parts() == [(0, 0, 40, 3)]

@@ -60,7 +60,7 @@ class Bench:
     def run(self, engine_id: str = "P", generation: str = "g1") -> None:
         """A transfer of two parts from its beginning to its first token."""
         self.timelines.begin("r")
-        self.at(0).opened("r", ticket(engine_id, generation))
+        self.at(0).opened("r", ticket(engine_id, generation), 40)
         self.at(0.02).met("r", 100.015)
         self.at(0.2).reserved("r")
         self.at(0.3).posted("r", 0, 2, has_slot=False)
@@ -140,7 +140,7 @@ def test_a_finished_transfer_is_one_line_at_debug(
 def test_failures_are_counted_by_reason_and_kept_in_the_timeline(bench: Bench) -> None:
     for reason in ("deadline", "lease", "deadline"):
         bench.timelines.begin("r")
-        bench.watch.opened("r", ticket())
+        bench.watch.opened("r", ticket(), 40)
         bench.watch.failed("r", reason, f"no state: {reason}")
         bench.timelines.end("r", "failed")
     assert bench.watch.report().failures == {"deadline": 2, "lease": 1}
@@ -177,7 +177,7 @@ def test_the_number_of_peers_is_bounded(bench: Bench) -> None:
 
 def test_a_request_that_is_over_leaves_nothing_behind(bench: Bench) -> None:
     for end in ("forget", "failed", "decoded"):
-        bench.watch.opened("r", ticket())
+        bench.watch.opened("r", ticket(), 40)
         bench.watch.met("r", None)
         if end == "failed":
             bench.watch.failed("r", "deadline", "late")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tandem.cache.lease import LeaseTable
 from tandem.errors import ConfigError, HandshakeError
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import PrefillSource, Progress, Ticket
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.protocol import PROTOCOL_VERSION, version_tag
 from tandem.transfer.source import RankSource
@@ -399,3 +399,146 @@ def test_the_client_closes_while_requests_wait(prefill):
     client.close(timeout_s=0.1)
     client.close()
     assert time.monotonic() - start < 2
+
+
+# --- prefills that are followed ---
+
+
+def source_for(engine, ticket_id="t1", **changes) -> PrefillSource:
+    fields = {
+        "ticket_id": ticket_id,
+        "engine_id": "P",
+        "generation": engine.generation,
+        "address": engine.server.address,
+        "lease_s": 5.0,
+    }
+    return PrefillSource(**{**fields, **changes})
+
+
+def test_a_prefill_is_followed_to_its_ticket_and_its_lease_is_kept(prefill, client):
+    engine = prefill(lease_s=0.6)
+    engine.leases.register("t1", Progress())
+    client.open("r", source_for(engine))
+    for progress in (Progress((4,), 16, 1), Progress((4, 5), 30, 1), Progress((7,), 3, 2)):
+        engine.leases.publish("t1", progress)
+        found = event(client)
+        assert (found.status, found.progress, found.peer.key) == ("progress", progress, ("P", "g1"))
+    ticket = ticket_for(engine.server.address, lease_s=0.6)
+    final = Progress.of(ticket, 2)
+    engine.leases.grant("t1", final)
+    events = []
+    wait_for(lambda: events.extend(client.poll()) or len(events) == 2)
+    assert [found.status for found in events] == ["progress", "open"]
+    assert events[0].progress == final
+    time.sleep(1.2)
+    assert engine.leases.expire() == []
+    assert client.keeps("r", ticket)
+    client.release(ticket, 1)
+    assert wait_for(engine.leases.collect) == ["t1"]
+
+
+def test_news_come_at_once_and_silence_costs_few_messages(prefill, client):
+    """The engine answers when there is something to tell, and otherwise now and then."""
+    engine = prefill()
+    engine.leases.register("t1", Progress())
+    client.open("r", source_for(engine))
+    wait_for(lambda: engine.server.stats()["hellos"] == 1)
+    time.sleep(1.6)
+    assert client.poll() == []
+    assert 1 <= engine.server.stats()["follows"] <= 5
+    engine.leases.publish("t1", Progress((4,), 16, 1))
+    assert event(client).progress.num_tokens == 16
+
+
+def test_a_queued_prefill_may_wait_for_longer_than_the_deadline(prefill, client):
+    engine = prefill()
+    engine.leases.register("t1", Progress())
+    client.open("r", source_for(engine), deadline_s=0.4)
+    time.sleep(1.2)
+    assert client.poll() == []
+    engine.leases.grant("t1", Progress.of(ticket_for(engine.server.address)))
+    assert wait_for(client.poll)[0].progress.ticket is not None
+
+
+def test_a_prefill_whose_request_never_comes_is_given_up_at_the_deadline(prefill, client):
+    engine = prefill()
+    client.open("r", source_for(engine), deadline_s=0.4)
+    found = event(client)
+    assert (found.status, found.reason) == ("failed", "unanswered")
+    assert "did not answer the question how far it is" in found.error
+
+
+def test_a_request_that_comes_after_its_follower_is_followed(prefill, client):
+    engine = prefill()
+    client.open("r", source_for(engine))
+    wait_for(lambda: engine.server.stats()["follows"] >= 1)
+    engine.leases.register("t1", Progress())
+    engine.leases.publish("t1", Progress((4,), 16, 1))
+    assert event(client).progress == Progress((4,), 16, 1)
+
+
+def test_a_silent_engine_is_noticed_within_the_deadline(prefill, client):
+    engine = prefill()
+    engine.leases.register("t1", Progress())
+    client.open("r", source_for(engine), deadline_s=0.5)
+    engine.leases.publish("t1", Progress((4,), 16, 1))
+    assert event(client).status == "progress"
+    engine.server.close()
+    start = time.monotonic()
+    assert event(client).status == "failed"
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("end", ["withdraw", "revoke"])
+def test_a_prefill_that_ends_without_a_ticket_is_told_at_once(prefill, client, end):
+    engine = prefill()
+    engine.leases.register("t1", Progress())
+    client.open("r", source_for(engine))
+    wait_for(lambda: engine.server.stats()["hellos"] == 1)
+    getattr(engine.leases, end)("t1")
+    found = event(client, timeout_s=2.0)
+    assert (found.status, found.reason) == ("failed", "lease")
+    assert "ticket t1 has ended" in found.error
+
+
+def test_a_prefill_of_an_earlier_incarnation_is_refused(prefill, client):
+    engine = prefill(generation="g2")
+    client.open("r", source_for(engine, generation="g1"))
+    found = event(client)
+    assert (found.status, found.reason) == ("failed", "restarted")
+
+
+def test_a_ticket_of_another_prefill_is_refused(prefill, client):
+    engine = prefill()
+    engine.leases.register("t1", Progress())
+    engine.leases.grant("t1", Progress.of(ticket_for(engine.server.address, ticket_id="other")))
+    client.open("r", source_for(engine))
+    assert "a ticket of another prefill" in event(client).error
+
+
+def test_a_release_stops_a_prefill_that_is_followed(prefill, client):
+    engine = prefill()
+    engine.leases.register("t1", Progress())
+    source = source_for(engine)
+    client.open("r", source)
+    wait_for(lambda: engine.server.stats()["hellos"] == 1)
+    client.release(source, 4)
+    assert wait_for(engine.leases.collect) == ["t1"]
+    time.sleep(0.1)
+    assert client.poll() == []
+
+
+def test_followers_are_bounded_and_the_rest_is_answered_at_once(prefill, client, monkeypatch):
+    monkeypatch.setattr("tandem.transfer.ticket_server._MAX_FOLLOWERS", 1)
+    engine = prefill()
+    for name in ("t1", "t2", "t3"):
+        engine.leases.register(name, Progress())
+        client.open(name, source_for(engine, name))
+    time.sleep(1.2)
+    # Each is asked again only when its answer would have been held back.
+    assert engine.server.stats()["follows"] <= 12
+    for name in ("t1", "t2", "t3"):
+        engine.leases.publish(name, Progress((4,), 16, 1))
+    events = []
+    wait_for(lambda: events.extend(client.poll()) or len(events) == 3)
+    assert {found.request_id for found in events} == {"t1", "t2", "t3"}
