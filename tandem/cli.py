@@ -119,12 +119,23 @@ def route(
     decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeatable")],
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    cluster_secret_file: Annotated[
+        str | None,
+        typer.Option(help="file with the engines' secret; default: TANDEM_CLUSTER_SECRET"),
+    ] = None,
     log_level: LogLevel = None,
 ) -> None:
     """Route requests to prefill and decode engines that were started by hand."""
     from tandem.launch.router_server import serve_router
 
-    serve_router(prefill, decode, host=host, port=port, log_level=log_level)
+    serve_router(
+        prefill,
+        decode,
+        host=host,
+        port=port,
+        cluster_secret_file=cluster_secret_file,
+        log_level=log_level,
+    )
 
 
 @app.command()

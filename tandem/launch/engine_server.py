@@ -12,6 +12,7 @@ import msgspec
 
 from tandem import log as tandem_log
 from tandem.config.engine import EngineConfig
+from tandem.config.secret import read_cluster_secret, require_secret
 from tandem.engine.child import read_settings
 from tandem.engine.client import EngineClient
 from tandem.engine.tokenizer import Tokenizer
@@ -40,13 +41,14 @@ class EngineServerSettings(msgspec.Struct, frozen=True):
 
 async def run(config: EngineConfig, listener: socket.socket, log_level: str | None) -> None:
     """Serve until told to end. Raises: what stopped the engine from starting, EngineDeadError."""
+    secret = _secret(config)
     # Before the engine loads weights: a folder without a tokenizer is found out at once.
     tokenizer = Tokenizer.load(config.model)
     client = EngineClient(config, log_level)
     try:
         await client.start()
         backend = EngineBackend(client)
-        http = server(create_app(backend, tokenizer))
+        http = server(create_app(backend, tokenizer, secret))
         host, port = listener.getsockname()[:2]
         log.info("serving %s (%s) on http://%s:%d", backend.info.name, client.info.role, host, port)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
@@ -64,9 +66,18 @@ async def run(config: EngineConfig, listener: socket.socket, log_level: str | No
         await client.close()
 
 
+def _secret(config: EngineConfig) -> bytes | None:
+    """Engines without peers have no internal routes to guard."""
+    if config.transfer.role == "colocated":
+        return None
+    return read_cluster_secret(config.transfer.cluster_secret_file)
+
+
 def serve_engine(config: EngineConfig, *, host: str, port: int, log_level: str | None) -> None:
     """Serve one engine in the foreground until interrupted."""
     tandem_log.configure(log_level)
+    if config.transfer.role != "colocated":
+        require_secret(_secret(config), "host", host)
     with bind(host, port) as listener:
         run_until_signalled(run(config, listener, log_level))
 

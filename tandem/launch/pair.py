@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tandem import log as tandem_log
 from tandem.config.engine import EngineConfig
+from tandem.config.secret import SECRET_VARIABLE, new_cluster_secret, read_cluster_secret
 from tandem.engine.child import end, spawn
 from tandem.errors import ConfigError, EngineDeadError
 from tandem.launch.engine_server import EngineServerSettings
@@ -38,6 +39,7 @@ class _Engine:
     config: EngineConfig
     listener: socket.socket
     log_level: str | None
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
 
@@ -48,7 +50,8 @@ class _Engine:
     def start(self) -> None:
         fd = self.listener.fileno()
         settings = EngineServerSettings(self.config, fd, self.log_level)
-        environment = {"OMP_NUM_THREADS": str(self.config.parallel.threads or 1)}
+        threads = str(self.config.parallel.threads or 1)
+        environment = {"OMP_NUM_THREADS": threads, **self.environment}
         self.process = spawn("tandem.launch.engine_server", settings, environment, pass_fds=[fd])
         self.started = time.monotonic()
 
@@ -126,17 +129,29 @@ def serve_pair(
         decode_tp=decode_tp,
         prefill_page_tokens=prefill_page_tokens,
     )
+    secret, environment = _pair_secret(config)
     with ExitStack() as stack:
         public = stack.enter_context(bind(host, port))
         engines = []
         for index, engine_config in enumerate(configs):
             listener = stack.enter_context(bind("127.0.0.1", 0))
             name = f"{engine_config.transfer.role}-{index}"
-            engines.append(_Engine(name, engine_config, listener, log_level))
-        run_until_signalled(_supervise(engines, public))
+            engines.append(_Engine(name, engine_config, listener, log_level, environment))
+        run_until_signalled(_supervise(engines, public, secret))
 
 
-async def _supervise(engines: list[_Engine], public: socket.socket) -> None:
+def _pair_secret(config: EngineConfig) -> tuple[bytes, dict[str, str]]:
+    """The secret, and the environment that tells it to the engines: the one that was given, or one
+    that only this process and its children know."""
+    path = config.transfer.cluster_secret_file
+    secret = read_cluster_secret(path)
+    if secret is not None:
+        return secret, {}  # the engines find it where it was found here
+    made = new_cluster_secret()
+    return made.encode(), {SECRET_VARIABLE: made}
+
+
+async def _supervise(engines: list[_Engine], public: socket.socket, secret: bytes) -> None:
     urls = {
         role: [engine.url for engine in engines if engine.config.transfer.role == role]
         for role in ("prefill", "decode")
@@ -146,7 +161,7 @@ async def _supervise(engines: list[_Engine], public: socket.socket) -> None:
         for engine in engines:
             engine.start()
             log.info("starting %s at %s", engine.name, engine.url)
-        router = asyncio.create_task(run_router(urls["prefill"], urls["decode"], public))
+        router = asyncio.create_task(run_router(urls["prefill"], urls["decode"], public, secret))
         while not router.done():
             await asyncio.wait([router], timeout=_WATCH_S)
             for engine in engines:

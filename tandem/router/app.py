@@ -14,12 +14,14 @@ async def create_router_app(
     prefill_urls: Sequence[str],
     decode_urls: Sequence[str],
     options: RouterOptions | None = None,
+    *,
+    secret: bytes | None = None,
 ) -> FastAPI:
     """Wait until the engines are ready, fetch their tokenizer, and make the application.
 
     To be served in the event loop that this runs in. The router needs no checkpoint of its own.
     """
-    backend = PairBackend(prefill_urls, decode_urls, options)
+    backend = PairBackend(prefill_urls, decode_urls, options, secret=secret)
     await backend.start()
     try:
         await backend.wait_until_ready()

@@ -20,10 +20,12 @@ from tandem.engine.timeline import Timelines
 from tandem.engine.transfer_watch import TransferReport
 from tandem.errors import ConfigError, EngineDeadError
 from tandem.log import get_logger
+from tandem.router.auth import SignedRequests
 from tandem.router.link import EngineLink, LegError
 from tandem.router.policy import RouterOptions, choose
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.backend import Health, ModelInfo
+from tandem.server.trust import ClusterKey
 from tandem.server.wire import EngineStatus
 from tandem.state.ticket import Ticket
 
@@ -71,10 +73,13 @@ class PairBackend:
         prefill_urls: Sequence[str],
         decode_urls: Sequence[str],
         options: RouterOptions | None = None,
+        *,
+        secret: bytes | None = None,
     ) -> None:
         for url in (*prefill_urls, *decode_urls):
             _check_url(url)
         self._options = options or RouterOptions()
+        self._key = ClusterKey(secret) if secret else None
         self._urls = {"prefill": list(prefill_urls), "decode": list(decode_urls)}
         self._links: dict[str, list[EngineLink]] = {"prefill": [], "decode": []}
         self._client: httpx.AsyncClient | None = None
@@ -93,10 +98,15 @@ class PairBackend:
             max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S
         )
         # trust_env=False: engines are inside; a proxy from the environment is for the outside.
-        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._client = httpx.AsyncClient(
+            auth=SignedRequests(self._key) if self._key else None,
+            timeout=timeout,
+            limits=limits,
+            trust_env=False,
+        )
         for role, urls in self._urls.items():
             self._links[role] = [
-                EngineLink(url, role, self._client, self._options, self._mismatch(role))
+                EngineLink(url, role, self._client, self._options, self._mismatch(role), self._key)
                 for url in urls
             ]
         for link in self._all_links():

@@ -12,6 +12,7 @@ from tandem.errors import RequestError, TransferError
 from tandem.log import get_logger
 from tandem.router.policy import Candidate, RouterOptions, Standing
 from tandem.scheduler.request import EngineRequest, TokenDelta
+from tandem.server.trust import PROOF_HEADER, ClusterKey
 from tandem.server.wire import EngineStatus, FrameReader, encode_request
 
 log = get_logger(__name__)
@@ -22,6 +23,9 @@ Result = TypeVar("Result")
 _DRAIN_S = 0.5
 # An engine answers between two steps, and a step of a long prefill takes its time.
 _STATS_S = 5.0
+# What an engine may answer at once, its tokenizer apart; none of it is decoded if it is longer.
+_MAX_REPLY_NBYTES = 16 * 2**20
+_MAX_TOKENIZER_NBYTES = 512 * 2**20
 
 
 class LegError(TransferError):
@@ -38,7 +42,8 @@ class LegError(TransferError):
 class EngineLink:
     """One engine of a pair. Owns no connection pool; `client` is shared and closed by its owner.
 
-    `check` looks at what a probe learned and says why the engine cannot be used, or None.
+    `check` looks at what a probe learned and says why the engine cannot be used, or None. `key`:
+    what the engine has to prove that it knows.
     """
 
     def __init__(
@@ -48,12 +53,14 @@ class EngineLink:
         client: httpx.AsyncClient,
         options: RouterOptions,
         check: Callable[[EngineStatus], str | None],
+        key: ClusterKey | None = None,
     ) -> None:
         self.candidate = Candidate(url.rstrip("/"), role, Standing(options.max_missed_probes))
         self.status: EngineStatus | None = None
         self._client = client
         self._options = options
         self._check = check
+        self._key = key
         self._waits: set[asyncio.Timeout] = set()
 
     @property
@@ -78,9 +85,10 @@ class EngineLink:
         before = self.standing.reason
         try:
             async with asyncio.timeout(self._options.probe_timeout_s):
-                reply = await self._client.get(f"{self.url}/internal/info")
+                reply = await self._ask("GET", "/internal/info")
             if reply.status_code != 200:
                 raise TransferError(f"answered {reply.status_code}: {_message(reply.content)}")
+            self._check_proof(reply)
             self.status = msgspec.msgpack.decode(reply.content, type=EngineStatus)
         except TimeoutError:
             self.standing.missed("does not answer")
@@ -105,6 +113,32 @@ class EngineLink:
             else:
                 log.warning("%s is not used: %s", name, self.standing.reason)
 
+    async def _ask(
+        self, method: str, path: str, content: bytes = b"", max_nbytes: int = _MAX_REPLY_NBYTES
+    ) -> httpx.Response:
+        """A whole reply. Raises: TransferError for a longer one, httpx.HTTPError."""
+        message = self._client.build_request(
+            method, f"{self.url}{path}", content=content, headers={"accept-encoding": "identity"}
+        )
+        reply = await self._client.send(message, stream=True)
+        try:
+            body = await _read(reply, max_nbytes)
+        finally:
+            await reply.aclose()
+        return httpx.Response(
+            reply.status_code, headers=_plain(reply.headers), content=body, request=reply.request
+        )
+
+    def _check_proof(self, reply: httpx.Response) -> None:
+        """Raises TransferError for an engine that does not know the cluster secret."""
+        if self._key is None:
+            return
+        sent = reply.request.headers["authorization"]
+        if not self._key.is_proof(reply.headers.get(PROOF_HEADER), sent):
+            raise TransferError(
+                "does not prove the cluster secret; start it with the same --cluster-secret-file"
+            )
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of a request; closing the iterator early aborts it on the engine.
 
@@ -122,6 +156,10 @@ class EngineLink:
         except TimeoutError as error:
             why = "died" if self.standing.is_dead else f"sent nothing for {self._options.idle_s} s"
             raise self._lost(why, is_taken=True) from error
+        except LegError:
+            raise
+        except TransferError as error:  # bytes that are no answer, or too many
+            raise self._lost(str(error), is_taken=True) from error
         finally:
             self.candidate.load.remove(num_tokens)
 
@@ -133,7 +171,7 @@ class EngineLink:
         is_over = False
         try:
             if response.status_code != 200:
-                raise self._refusal(response.status_code, await self._wait(response.aread()))
+                raise self._refusal(response.status_code, await self._wait(_read(response)))
             reader = FrameReader()
             chunks = response.aiter_raw()
             while not is_over:
@@ -156,31 +194,29 @@ class EngineLink:
         """Give a ticket back. A failure is only logged: the lease ends by itself."""
         try:
             async with asyncio.timeout(self._options.probe_timeout_s):
-                reply = await self._client.post(
-                    f"{self.url}/internal/release", content=ticket_id.encode()
-                )
+                reply = await self._ask("POST", "/internal/release", ticket_id.encode())
             reply.raise_for_status()
-        except (TimeoutError, httpx.HTTPError) as error:
+        except (TimeoutError, httpx.HTTPError, TransferError) as error:
             log.warning("ticket %s was not released, its lease will end: %s", ticket_id, error)
 
     async def fetch_stats(self) -> dict[str, Any]:
         """The engine's pools and counters now; empty when it does not tell them in time."""
         try:
             async with asyncio.timeout(_STATS_S):
-                reply = await self._client.get(f"{self.url}/debug/pools")
+                reply = await self._ask("GET", "/debug/pools")
             reply.raise_for_status()
             return msgspec.json.decode(reply.content, type=dict[str, Any])
-        except (TimeoutError, httpx.HTTPError, msgspec.DecodeError) as error:
+        except (TimeoutError, httpx.HTTPError, TransferError, msgspec.DecodeError) as error:
             log.info("%s tells no numbers: %s", self.url, error or type(error).__name__)
             return {}
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
         """The files of the engine's tokenizer. Raises TransferError."""
         try:
-            reply = await self._client.get(f"{self.url}/internal/tokenizer")
+            reply = await self._ask("GET", "/internal/tokenizer", max_nbytes=_MAX_TOKENIZER_NBYTES)
             reply.raise_for_status()
             return msgspec.msgpack.decode(reply.content, type=dict[str, bytes])
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
+        except (httpx.HTTPError, TransferError, msgspec.DecodeError) as error:
             raise TransferError(f"{self.url} does not hand out its tokenizer: {error}") from error
 
     async def _wait(self, work: Awaitable[Result]) -> Result:
@@ -208,6 +244,22 @@ class EngineLink:
             return self._lost(message, is_taken=True)
         # The engine goes on without this request; others there are not touched.
         return LegError(message, is_taken=error.get("code") != "over_capacity")
+
+
+async def _read(reply: httpx.Response, max_nbytes: int = _MAX_REPLY_NBYTES) -> bytes:
+    """The body as it was sent. Raises TransferError for more than `max_nbytes`."""
+    body = bytearray()
+    async for chunk in reply.aiter_raw():
+        body += chunk
+        if len(body) > max_nbytes:
+            raise TransferError(f"answered more than {max_nbytes} bytes")
+    return bytes(body)
+
+
+def _plain(headers: httpx.Headers) -> httpx.Headers:
+    """Without those that describe how the body came."""
+    framing = ("content-encoding", "content-length", "transfer-encoding")
+    return httpx.Headers([item for item in headers.items() if item[0].lower() not in framing])
 
 
 async def _next(chunks: Any) -> bytes | None:

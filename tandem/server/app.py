@@ -44,6 +44,7 @@ from tandem.server.stream import (
     until_disconnect,
 )
 from tandem.server.transfer_params import transfer_reply, with_transfer
+from tandem.server.trust import ClusterKey
 
 log = get_logger(__name__)
 
@@ -253,10 +254,11 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer) -> FastAPI:
+def create_app(backend: Backend, tokenizer: Tokenizer, secret: bytes | None = None) -> FastAPI:
     """The application over `backend`, which it starts and closes with its own life.
 
-    Engines with a role also serve the internal routes that a router uses.
+    Engines with a role also serve the internal routes that a router uses; with a cluster `secret`,
+    to those alone who prove it.
     """
     metrics = ServerMetrics()
     endpoints = _Endpoints(backend, tokenizer, metrics)
@@ -313,7 +315,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer) -> FastAPI:
     async def requests() -> Response:
         return _json({"requests": await backend.timelines()})
 
-    app.include_router(internal_routes(backend, tokenizer))
+    app.include_router(internal_routes(backend, tokenizer, ClusterKey(secret) if secret else None))
     _add_error_replies(app)
     return app
 

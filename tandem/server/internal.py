@@ -1,6 +1,7 @@
 """What a router asks of a prefill or decode engine: tokens, tickets, state, tokenizer files.
 
-These routes speak token ids and trust their caller; an engine's port is not for the public.
+These routes speak token ids and trust their caller: where there is a cluster secret, it has to be
+proven before a body is read (server/trust.py).
 """
 
 from collections.abc import AsyncGenerator
@@ -16,6 +17,7 @@ from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.api_error import as_api_error
 from tandem.server.backend import Backend
 from tandem.server.stream import ClientGoneError, StreamReply, read_body, until_disconnect
+from tandem.server.trust import PROOF_HEADER, ClusterKey
 from tandem.server.wire import (
     FRAME_MEDIA_TYPE,
     EngineStatus,
@@ -28,19 +30,35 @@ log = get_logger(__name__)
 _MSGPACK = "application/msgpack"
 
 
-def internal_routes(backend: Backend, tokenizer: Tokenizer) -> APIRouter:
-    """Routes under /internal; they exist on engines with a role alone."""
+def internal_routes(
+    backend: Backend, tokenizer: Tokenizer, key: ClusterKey | None = None
+) -> APIRouter:
+    """Routes under /internal; they exist on engines with a role alone. `key`: what callers have to
+    prove that they know."""
 
     def require_role() -> None:
         if backend.info.role not in ("prefill", "decode"):
             raise HTTPException(404, "internal routes need an engine with --role prefill or decode")
 
-    router = APIRouter(prefix="/internal", dependencies=[Depends(require_role)])
+    async def require_proof(request: Request) -> None:
+        if key is not None:
+            header = request.headers.get("authorization")
+            request.state.digest = key.check(header, request.method, request.url.path)
+
+    async def signed_body(request: Request) -> bytes:
+        body = await read_body(request)
+        if key is not None:
+            key.check_body(body, request.state.digest)
+        return body
+
+    router = APIRouter(
+        prefix="/internal", dependencies=[Depends(require_proof), Depends(require_role)]
+    )
 
     @router.post("/generate", response_model=None)
     async def generate(request: Request) -> Response:
         """Refusals before the first token have a status; later ones are a last frame."""
-        engine_request = decode_request(await read_body(request))
+        engine_request = decode_request(await signed_body(request))
         _check(engine_request, backend)
         deltas = backend.generate(engine_request)
         first = await until_disconnect(request.receive, _first(deltas))
@@ -56,14 +74,17 @@ def internal_routes(backend: Backend, tokenizer: Tokenizer) -> APIRouter:
     @router.post("/release", response_model=None)
     async def release(request: Request) -> Response:
         """Body: a ticket id, plain text. Unknown ids are fine: leases end by themselves."""
-        await backend.release_ticket((await read_body(request)).decode(errors="replace"))
+        await backend.release_ticket((await signed_body(request)).decode(errors="replace"))
         return Response(status_code=204)
 
     @router.get("/info", response_model=None)
-    async def info() -> Response:
+    async def info(request: Request) -> Response:
         health = await backend.health()
         status = EngineStatus(backend.info, health.is_ready, health.reason)
-        return Response(msgspec.msgpack.encode(status), media_type=_MSGPACK)
+        response = Response(msgspec.msgpack.encode(status), media_type=_MSGPACK)
+        if key is not None:
+            response.headers[PROOF_HEADER] = key.prove(request.headers["authorization"])
+        return response
 
     @router.get("/tokenizer", response_model=None)
     async def tokenizer_files() -> Response:

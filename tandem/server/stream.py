@@ -14,10 +14,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.server.api_error import as_api_error
+from tandem.server.api_error import ApiError, as_api_error
 
 Result = TypeVar("Result")
 
+MAX_BODY_NBYTES = 64 * 2**20
 SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -27,11 +28,31 @@ class ClientGoneError(Exception):
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises: ClientGoneError if the client left while it was sending."""
+    """The whole body.
+
+    Raises: ClientGoneError if the client left while it was sending; ApiError 413 for more than
+    MAX_BODY_NBYTES, of which no more are read.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > MAX_BODY_NBYTES:
+        raise _too_large()
+    body = bytearray()
     try:
-        return await request.body()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_NBYTES:
+                raise _too_large()
     except ClientDisconnect as error:
         raise ClientGoneError from error
+    return bytes(body)
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        f"the body has more than {MAX_BODY_NBYTES} bytes; send a shorter prompt, or several "
+        "requests",
+        status=413,
+    )
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:

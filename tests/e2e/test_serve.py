@@ -233,6 +233,24 @@ def timeline(url: str, request_id: str) -> dict[str, Any]:
     return next(row for row in rows if row["request_id"].startswith(request_id))
 
 
+def test_engines_of_a_pair_obey_those_alone_who_know_its_secret(pair: Served) -> None:
+    """Nobody gave one: the command made it, and it shows in no argument, page or log."""
+    with httpx.Client(trust_env=False, timeout=20.0) as http:
+        for url in http.get(f"{pair.url}/debug/pools").json()["engines"]:
+            for method, path in (("GET", "info"), ("GET", "tokenizer"), ("POST", "generate")):
+                reply = http.request(method, f"{url}/internal/{path}")
+                assert reply.status_code == 401
+                assert "asks for the cluster secret" in reply.json()["error"]["message"]
+            shown = [http.get(f"{url}{page}").text for page in ("/debug/pools", "/debug/requests", "/metrics")]
+            shown.append(pair.log)
+            engines = pair.children()
+            secrets = {engine.environ()["TANDEM_CLUSTER_SECRET"] for engine in engines}
+            assert len(secrets) == 1
+            shown += [" ".join(process.cmdline()) for process in pair.descendants()]
+            assert all(len(secret) == 64 for secret in secrets)
+            assert not any(secret in text for secret in secrets for text in shown)
+
+
 def start_long_answer(served: Served, max_tokens: int = ENDLESS) -> tuple[openai.OpenAI, Any]:
     http = httpx.Client(trust_env=False, timeout=30.0)
     client = openai.OpenAI(

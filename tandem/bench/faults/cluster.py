@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from tandem.bench.faults import procfs
+from tandem.config.secret import SECRET_VARIABLE, is_loopback, new_cluster_secret
 from tandem.errors import EngineDeadError
 from tandem.server.listen import bind
 
@@ -219,10 +220,12 @@ class Cluster:
     ) -> None:
         places, environments, more_flags = places or {}, environments or {}, more_flags or {}
         folder.mkdir(parents=True, exist_ok=True)
+        is_here_alone = all(is_loopback(place.host) for place in places.values())
+        secret = {} if is_here_alone else {SECRET_VARIABLE: new_cluster_secret()}
 
         def make(name: str, words: list[str]) -> Server:
             words += more_flags.get(name, [])
-            own = {**(environment or {}), **environments.get(name, {})}
+            own = {**secret, **(environment or {}), **environments.get(name, {})}
             return Server(name, words, folder, places.get(name, HERE), own)
 
         self.prefill: list[Server] = []

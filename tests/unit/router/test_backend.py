@@ -7,13 +7,18 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 from tandem.errors import CapacityError, EngineDeadError, RequestError
 from tandem.router.app import create_router_app
+from tandem.router.backend import PairBackend
 from tandem.router.policy import RouterOptions
 from tandem.server.app import create_app
 from tandem.server.listen import bind
@@ -34,21 +39,25 @@ OPTIONS = RouterOptions(
 )
 
 
+SECRET = b"a secret of at least 32 bytes, the same everywhere"
+
+
 class Cluster:
-    """Two prefill and two decode engines behind a router."""
+    """Two prefill and two decode engines behind a router, with a cluster secret."""
 
     def __init__(self, stack):
         self.prefill = [ScriptedEngine() for _ in range(2)]
         self.decode = [ScriptedEngine() for _ in range(2)]
         self.refresh()
         self.threads = {
-            engine.engine_id: stack.enter_context(serving(engine)) for engine in self.engines
+            engine.engine_id: stack.enter_context(serving(engine, SECRET))
+            for engine in self.engines
         }
         urls = [
             [self.threads[engine.engine_id].url for engine in engines]
             for engines in (self.prefill, self.decode)
         ]
-        self.router = ServerThread(lambda: create_router_app(*urls, OPTIONS))
+        self.router = ServerThread(lambda: create_router_app(*urls, OPTIONS, secret=SECRET))
         stack.callback(self.router.stop)
         self.http = stack.enter_context(httpx.Client(base_url=self.router.url, timeout=20))
 
@@ -473,6 +482,66 @@ def test_router_waits_for_engines_and_closes_without_them():
                     await create_router_app([nobody_url], [nobody_url], OPTIONS)
 
         asyncio.run(give_up())
+
+
+@pytest.mark.parametrize(
+    ("routers", "engines", "words"),
+    [
+        (None, SECRET, "asks for the cluster secret"),
+        (SECRET, None, "does not prove the cluster secret"),
+        (SECRET, SECRET[::-1], "signed with another cluster secret"),
+    ],
+)
+def test_router_and_engine_that_differ_in_the_secret_refuse_each_other(
+    caplog, routers, engines, words
+):
+    engine = ScriptedEngine(script=tokens_of("hello"), role="prefill")
+
+    async def wait_in_vain(url):
+        backend = PairBackend([url], [url], OPTIONS, secret=routers)
+        await backend.start()
+        try:
+            while "prefill" not in (await backend.health()).reason or words not in (
+                (await backend.health()).reason
+            ):
+                await asyncio.sleep(0.01)
+        finally:
+            await backend.close()
+
+    with serving(engine, engines) as thread:
+        asyncio.run(asyncio.wait_for(wait_in_vain(thread.url), 20))
+    assert engine.requests == []
+    assert SECRET.decode() not in caplog.text
+
+
+def test_an_endless_answer_of_an_engine_is_not_kept():
+    """More bytes than any answer has are an error, not memory."""
+
+    async def answer(_):
+        async def chunks():
+            for _ in range(64):
+                yield bytes(2**20)
+
+        return StreamingResponse(chunks())
+
+    async def make_app():
+        return Starlette(routes=[Route("/internal/info", answer)])
+
+    thread = ServerThread(make_app)
+
+    async def ask():
+        backend = PairBackend([thread.url], [thread.url], replace(OPTIONS, probe_timeout_s=10))
+        await backend.start()
+        try:
+            while "answered more than" not in ((await backend.health()).reason or ""):
+                await asyncio.sleep(0.01)
+        finally:
+            await backend.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(ask(), 20))
+    finally:
+        thread.stop(at_once=True)
 
 
 def test_the_router_loads_no_torch():

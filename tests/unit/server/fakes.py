@@ -237,9 +237,9 @@ def leave_once(port, body, claim):
 
 
 @contextlib.contextmanager
-def serving(backend):
+def serving(backend, secret=None):
     async def make_app():
-        return create_app(backend, byte_level())
+        return create_app(backend, byte_level(), secret)
 
     thread = ServerThread(make_app)
     try:
