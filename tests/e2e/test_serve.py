@@ -241,7 +241,10 @@ def test_engines_of_a_pair_obey_those_alone_who_know_its_secret(pair: Served) ->
                 reply = http.request(method, f"{url}/internal/{path}")
                 assert reply.status_code == 401
                 assert "asks for the cluster secret" in reply.json()["error"]["message"]
-            shown = [http.get(f"{url}{page}").text for page in ("/debug/pools", "/debug/requests", "/metrics")]
+            shown = [
+                http.get(f"{url}{page}").text
+                for page in ("/debug/pools", "/debug/requests", "/metrics")
+            ]
             shown.append(pair.log)
             engines = pair.children()
             secrets = {engine.environ()["TANDEM_CLUSTER_SECRET"] for engine in engines}
