@@ -1,4 +1,4 @@
-"""One prefill engine, two decode engines and a router, shared by the tests of a module."""
+"""One prefill engine, two decode engines and a router, shared by all tests: mend() it first."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +13,10 @@ __all__ = ["model_folder"]
 FLAGS = ("--arena-mib", "8", "--max-num-seqs", "8", "--max-model-len", "1024", "--threads", "1")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    flags = (*FLAGS, "--lease-s", "12", "--log-level", "INFO")
+    flags = (*FLAGS, "--lease-s", "8", "--deadline-s", "2", "--log-level", "INFO")
     with Cluster(
         str(model_folder),
         folder,

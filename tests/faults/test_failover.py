@@ -110,6 +110,7 @@ def test_another_decode_engine_goes_on_in_the_same_stream_while_there_is_one(
     cluster: Cluster,
 ) -> None:
     """One story, because starting engines is what costs: stopped, killed, and the last one too."""
+    cluster.mend()
     with streams(cluster) as running:
         expected = {name: text_of(stream) for name, stream in running.items()}
     assert expected["greedy"] != expected["sampled"]
