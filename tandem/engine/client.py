@@ -22,6 +22,7 @@ from tandem.engine.messages import (
     Detail,
     DetailQuery,
     EngineInfo,
+    FlushCache,
     Heartbeat,
     Refused,
     ReleaseTicket,
@@ -228,6 +229,10 @@ class EngineClient:
     async def release_ticket(self, ticket_id: str) -> None:
         """Give back a held prefill that nobody will read. Unknown ids are ignored."""
         await self._send(ReleaseTicket(ticket_id))
+
+    async def flush_prefix_cache(self) -> None:
+        """Drop the cached pages that no request uses; stats() afterwards shows it."""
+        await self._send(FlushCache())
 
     async def stats(self) -> dict[str, float]:
         """Counters and pools as of now (asks the core; falls back to the last heartbeat)."""

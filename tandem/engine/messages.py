@@ -92,6 +92,10 @@ class ReleaseTicket(msgspec.Struct, frozen=True, tag="release_ticket"):
     ticket_id: str
 
 
+class FlushCache(msgspec.Struct, frozen=True, tag="flush"):
+    """Drop the cached pages that no request uses."""
+
+
 class DebugQuery(msgspec.Struct, frozen=True, tag="debug"):
     """Ask for the pools as they are now."""
 
@@ -105,7 +109,7 @@ class DetailQuery(msgspec.Struct, frozen=True, tag="detail"):
     has_requests: bool
 
 
-ToCore = Submit | Abort | ReleaseTicket | DebugQuery | DetailQuery
+ToCore = Submit | Abort | ReleaseTicket | FlushCache | DebugQuery | DetailQuery
 
 # --- core -> frontend ---
 

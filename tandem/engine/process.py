@@ -19,6 +19,7 @@ from tandem.engine.messages import (
     Detail,
     DetailQuery,
     Failure,
+    FlushCache,
     Heartbeat,
     Refused,
     ReleaseTicket,
@@ -82,6 +83,8 @@ class CoreProcess:
             self._core.abort(message.request_id)
         elif isinstance(message, ReleaseTicket):
             self._core.release_ticket(message.ticket_id)
+        elif isinstance(message, FlushCache):
+            self._core.flush_prefix_cache()
         elif isinstance(message, DebugQuery):
             self._heartbeat(message.query_id)
         elif isinstance(message, DetailQuery):

@@ -264,6 +264,9 @@ class PairBackend:
     async def release_ticket(self, ticket_id: str) -> None:
         """Nothing: tickets never leave a router."""
 
+    async def flush_prefix_cache(self) -> None:
+        """Nothing: engines keep pages, and are asked one by one."""
+
     async def health(self) -> Health:
         reasons = []
         for role, links in self._links.items():

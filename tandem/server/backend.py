@@ -58,6 +58,10 @@ class Backend(Protocol):
         """Free a held prefill that nobody will read; unknown ids are ignored."""
         ...
 
+    async def flush_prefix_cache(self) -> None:
+        """Drop the pages that are kept for later requests and that none uses now."""
+        ...
+
     async def health(self) -> Health: ...
 
     async def stats(self) -> dict[str, Any]:

@@ -46,6 +46,9 @@ class EngineBackend:
     async def release_ticket(self, ticket_id: str) -> None:
         await self._client.release_ticket(ticket_id)
 
+    async def flush_prefix_cache(self) -> None:
+        await self._client.flush_prefix_cache()
+
     async def health(self) -> Health:
         reason = self._client.not_ready()
         return Health(reason is None, reason)

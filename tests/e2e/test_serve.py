@@ -201,6 +201,31 @@ def test_a_pair_says_what_one_engine_says(single: Served, pair: Served) -> None:
     assert list(difference.values()) == [len(CASES), 0, 0]
 
 
+def test_the_next_turn_of_a_chat_is_read_in_part_and_says_the_same(
+    single: Served, pair: Served
+) -> None:
+    engines = httpx.get(f"{pair.url}/debug/pools", trust_env=False).json()["engines"]
+    (url,) = [url for url, table in engines.items() if table["role"] == "decode"]
+    prompt, before = "Tell me of the flood. " * 4, pools_of(pair, "decode")
+    for _ in range(2):
+        ours, theirs = (
+            complete(server, prompt=prompt, max_tokens=40).choices[0].text
+            for server in (pair, single)
+        )
+        assert ours == theirs
+        prompt += ours + " And then?"
+    after = pools_of(pair, "decode")
+    assert after["prefix_hit_tokens_total"] > before["prefix_hit_tokens_total"]
+    deadline = time.monotonic() + 20
+    while not pools_of(pair, "decode")["is_idle"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert pools_of(pair, "decode")["cached_num_pages"] > 0
+    pools = httpx.post(f"{url}/internal/flush", trust_env=False).json()
+    assert pools["cached_num_pages"] == 0
+    assert pools["pool_free_slabs"] == pools["pool_num_slabs"]
+
+
 def test_a_request_can_be_followed_through_router_and_engines(pair: Served) -> None:
     secret = "a prompt that nobody else may read"
     with pair.client() as client:

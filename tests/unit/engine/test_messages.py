@@ -86,6 +86,7 @@ TO_CORE = [
     messages.Submit(REQUEST),
     messages.Abort("r"),
     messages.ReleaseTicket("t"),
+    messages.FlushCache(),
     messages.DebugQuery(3),
 ]
 TO_FRONTEND = [

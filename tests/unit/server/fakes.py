@@ -94,6 +94,9 @@ class ScriptedEngine:
         self.counts["released"] += 1
         self.held.pop(ticket_id, None)
 
+    async def flush_prefix_cache(self):
+        self.counts["flushed"] += 1
+
     async def generate(self, request):
         self.requests.append(request)
         if self.refuse is not None:
