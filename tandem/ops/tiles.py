@@ -5,11 +5,28 @@ their lengths, which lie on the device: it starts as many programs as any length
 each finds its own tile, or none.
 """
 
+import inspect
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+# Counts of a step and tables of its rows. Triton compiles a kernel for each kind of value (1, a
+# multiple of 16, any other) and for each alignment of an argument: of these it shall not, or a step
+# with one row more would wait for the compiler. Nothing but a few scalar loads depends on them.
+_COUNTS = ("num_rows", "num_tokens", "num_splits", "num_pairs", "num_pair_tiles", "table_row")
+_TABLES = (
+    "p_slots",
+    "p_query_start",
+    "p_has_state",
+    "p_table",
+    "p_context",
+    "p_pages",
+    "p_offsets",
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,6 +52,16 @@ def row_tile(num_rows: int) -> int:
 def next_tile(extent: int) -> int:
     """The power of two that holds `extent` and is no smaller than a matrix instruction takes."""
     return max(16, triton.next_power_of_2(extent))
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """`triton.jit` for a kernel that is launched with counts and tables of a step."""
+    names = inspect.signature(function).parameters
+    return triton.jit(
+        function,
+        do_not_specialize=[name for name in _COUNTS if name in names],
+        do_not_specialize_on_alignment=[name for name in _TABLES if name in names],
+    )
 
 
 @cache

@@ -14,6 +14,7 @@ from tandem.ops.tiles import (
     FLOATS,
     find_tile,
     is_plain,
+    kernel,
     next_tile,
     num_processors,
     num_tiles,
@@ -206,7 +207,7 @@ def _prefill(
     )
 
 
-@triton.jit
+@kernel
 def attention_write_kernel(
     p_k,
     p_v,
@@ -313,7 +314,7 @@ def _attend(
     return b_acc, b_new, b_sum
 
 
-@triton.jit
+@kernel
 def attention_decode_kernel(
     p_q,
     p_kv,
@@ -371,7 +372,7 @@ def attention_decode_kernel(
         tl.store(p_log_sum + (i_row * H + b_head) * num_splits + i_split, b_log, mask=o_r < R)
 
 
-@triton.jit
+@kernel
 def attention_join_kernel(
     p_partial,
     p_log_sum,
@@ -395,7 +396,7 @@ def attention_join_kernel(
     tl.store(p_out + i_head * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
 
 
-@triton.jit
+@kernel
 def attention_prefill_kernel(
     p_q,
     p_kv,

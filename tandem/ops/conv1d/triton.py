@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tandem.errors import ShapeError
 from tandem.ops.conv1d import reference
-from tandem.ops.tiles import FLOATS, find_tile, is_plain, num_tiles, row_tile
+from tandem.ops.tiles import FLOATS, find_tile, is_plain, kernel, num_tiles, row_tile
 
 _MAX_WINDOWS = 4
 _MAX_TAPS = 8
@@ -216,7 +216,7 @@ def _tap(b_weight, tap: tl.constexpr, BV: tl.constexpr):
     return tl.sum(tl.where((tl.arange(0, BV) == tap)[None, :], b_weight, 0.0), 1)
 
 
-@triton.jit
+@kernel
 def conv1d_prefill_kernel(
     p_x,
     p_weight,
@@ -314,7 +314,7 @@ def conv1d_prefill_kernel(
     tl.store(p_left, tl.where(m_tail, b_tail, b_kept), mask=m_j)
 
 
-@triton.jit
+@kernel
 def conv1d_update_kernel(
     p_x,
     p_weight,

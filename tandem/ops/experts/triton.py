@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tandem.errors import ShapeError
 from tandem.ops.experts import reference
-from tandem.ops.tiles import find_tile, is_plain, num_tiles
+from tandem.ops.tiles import find_tile, is_plain, kernel, num_tiles
 
 # Up to this many pairs, comparing each with all is faster than a sort of several launches.
 _MAX_COMPARED = 4096
@@ -185,7 +185,7 @@ def _grouped_product(
     )
 
 
-@triton.jit
+@kernel
 def experts_route_kernel(
     p_logits,
     p_bias,
@@ -229,7 +229,7 @@ def experts_route_kernel(
     tl.store(p_ids + o_out, b_ids.to(tl.int64), mask=m_k)
 
 
-@triton.jit
+@kernel
 def experts_order_kernel(
     p_ids,
     p_order,
@@ -263,7 +263,7 @@ def experts_order_kernel(
     tl.store(p_starts + o_t, b_place, mask=o_t < tl.where(is_pairs, 0, E + 1))
 
 
-@triton.jit
+@kernel
 def experts_product_kernel(
     p_a,
     p_b,
@@ -328,7 +328,7 @@ def experts_product_kernel(
     tl.store(p_to, b_acc.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
-@triton.jit
+@kernel
 def experts_sum_kernel(
     p_parts, p_weights, p_out, num_channels, TOP_K: tl.constexpr, BC: tl.constexpr
 ):

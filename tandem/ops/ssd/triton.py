@@ -14,6 +14,7 @@ from tandem.ops.tiles import (
     count_tiles,
     find_tile,
     is_plain,
+    kernel,
     next_tile,
     num_processors,
     num_tiles,
@@ -248,7 +249,7 @@ def _step_size(b_dt, b_bias, low, high):
     return tl.minimum(b_step, high, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@kernel
 def ssd_update_kernel(
     p_x,
     p_dt,
@@ -308,7 +309,7 @@ def ssd_update_kernel(
     tl.store(p_y + (i_row * H + i_h) * P + o_p, b_y.to(p_y.dtype.element_ty), mask=m_p)
 
 
-@triton.jit
+@kernel
 def ssd_steps_kernel(
     p_dt,
     p_A,
@@ -360,7 +361,7 @@ def ssd_steps_kernel(
     tl.store(p_to + 3 * BT, b_to_end, mask=m_h[None, :])
 
 
-@triton.jit
+@kernel
 def ssd_segment_kernel(
     p_x,
     p_B,
@@ -445,7 +446,7 @@ def ssd_segment_kernel(
     tl.store(p_decays + (i_row * SEGMENTS + i_segment) * H + i_h, decay)
 
 
-@triton.jit
+@kernel
 def ssd_prefill_kernel(
     p_x,
     p_B,
