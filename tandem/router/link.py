@@ -13,7 +13,7 @@ from tandem.log import get_logger
 from tandem.router.policy import Candidate, RouterOptions, Standing
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.trust import PROOF_HEADER, ClusterKey
-from tandem.server.wire import EngineStatus, FrameReader, encode_request
+from tandem.server.wire import BROKEN, EngineStatus, FrameReader, encode_request
 
 log = get_logger(__name__)
 
@@ -92,7 +92,7 @@ class EngineLink:
             self.status = msgspec.msgpack.decode(reply.content, type=EngineStatus)
         except TimeoutError:
             self.standing.missed("does not answer")
-        except (httpx.HTTPError, msgspec.DecodeError, TransferError) as error:
+        except (httpx.HTTPError, TransferError, *BROKEN) as error:
             self.standing.missed(str(error) or type(error).__name__)
         else:
             reason = self._check(self.status)
@@ -206,7 +206,7 @@ class EngineLink:
                 reply = await self._ask("GET", "/debug/pools")
             reply.raise_for_status()
             return msgspec.json.decode(reply.content, type=dict[str, Any])
-        except (TimeoutError, httpx.HTTPError, TransferError, msgspec.DecodeError) as error:
+        except (TimeoutError, httpx.HTTPError, TransferError, *BROKEN) as error:
             log.info("%s tells no numbers: %s", self.url, error or type(error).__name__)
             return {}
 
@@ -216,7 +216,7 @@ class EngineLink:
             reply = await self._ask("GET", "/internal/tokenizer", max_nbytes=_MAX_TOKENIZER_NBYTES)
             reply.raise_for_status()
             return msgspec.msgpack.decode(reply.content, type=dict[str, bytes])
-        except (httpx.HTTPError, TransferError, msgspec.DecodeError) as error:
+        except (httpx.HTTPError, TransferError, *BROKEN) as error:
             raise TransferError(f"{self.url} does not hand out its tokenizer: {error}") from error
 
     async def _wait(self, work: Awaitable[Result]) -> Result:
@@ -269,7 +269,7 @@ async def _next(chunks: Any) -> bytes | None:
 
 def _error(content: bytes) -> dict[str, Any]:
     """The error of an OpenAI-shaped body, or an empty one."""
-    with suppress(msgspec.DecodeError):
+    with suppress(*BROKEN):
         body = msgspec.json.decode(content)
         if isinstance(body, dict) and isinstance(body.get("error"), dict):
             return dict(body["error"])

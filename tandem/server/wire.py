@@ -13,6 +13,9 @@ from tandem.server.backend import ModelInfo
 FRAME_MEDIA_TYPE = "application/octet-stream"
 MAX_FRAME_NBYTES = 64 * 2**20
 
+# What decoding of bytes that are not ours may raise: nesting without end has an error of its own.
+BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _encoder = msgspec.msgpack.Encoder()
 _delta_decoder = msgspec.msgpack.Decoder(TokenDelta)
 _request_decoder = msgspec.msgpack.Decoder(EngineRequest)
@@ -34,7 +37,7 @@ def decode_request(raw: bytes) -> EngineRequest:
     """Raises RequestError when the bytes are not an EngineRequest."""
     try:
         return _request_decoder.decode(raw)
-    except msgspec.DecodeError as error:
+    except BROKEN as error:
         raise RequestError(f"the body is not an EngineRequest in msgpack: {error}") from error
 
 
@@ -63,7 +66,7 @@ class FrameReader:
                 break
             try:
                 deltas.append(_delta_decoder.decode(self._buffer[4 : 4 + nbytes]))
-            except msgspec.DecodeError as error:
+            except BROKEN as error:
                 raise TransferError(f"an engine sent a broken frame: {error}") from error
             del self._buffer[: 4 + nbytes]
         return deltas

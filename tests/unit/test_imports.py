@@ -1,6 +1,7 @@
 """The import table of the package: who may import whom, and what stays free of torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -140,3 +141,40 @@ def test_importing_it_does_not_load_torch(module):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []
+
+
+# Ways to run what was only meant to be read. `*_object*` are torch.distributed's pickled messages.
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+UNSAFE_CALLS = re.compile(
+    r"torch\.load|\.deserialize_descs|\.(?:all_gather|broadcast|gather|scatter|send|recv)_object"
+    r"|allow_pickle=True|weights_only=False|yaml\.load|trust_remote_code=True|(?<![\w.])(?:eval|exec)\("
+)
+
+
+def test_nothing_is_unpickled_or_evaluated():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {module}"
+        for path in files()
+        for line, module in imports_of(path)
+        if module.split(".")[0] in UNSAFE_MODULES
+    ]
+    for path in files():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if UNSAFE_CALLS.search(line):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_unsafe"),
+    [
+        ("state = torch.load(path)", True),
+        ("dist.broadcast_object_list(found)", True),
+        ("agent.deserialize_descs(raw)", True),
+        ("value = eval(text)", True),
+        ("model.eval()", False),
+        ("native.load()", False),
+    ],
+)
+def test_unsafe_calls_are_recognised(line, is_unsafe):
+    assert bool(UNSAFE_CALLS.search(line)) is is_unsafe
