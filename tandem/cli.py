@@ -123,6 +123,9 @@ def route(
         str | None,
         typer.Option(help="file with the engines' secret; default: TANDEM_CLUSTER_SECRET"),
     ] = None,
+    drain_s: Annotated[
+        float, typer.Option(min=0, help="how long running answers may last once it is stopped")
+    ] = 30.0,
     log_level: LogLevel = None,
 ) -> None:
     """Route requests to prefill and decode engines that were started by hand."""
@@ -134,6 +137,7 @@ def route(
         host=host,
         port=port,
         cluster_secret_file=cluster_secret_file,
+        drain_s=drain_s,
         log_level=log_level,
     )
 

@@ -53,5 +53,9 @@ class LeaseError(TransferError):
     """A ticket whose lease has ended, or whose generation is not this engine's."""
 
 
+class DrainingError(TandemError):
+    """A server that is being stopped takes no new requests; another one may. Maps to HTTP 503."""
+
+
 class EngineDeadError(TandemError):
     """The engine process has ended; no request can be served any more."""

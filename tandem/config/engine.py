@@ -72,6 +72,9 @@ class SchedulerOptions:
     max_model_len: int | None = setting(
         None, "prompt plus output tokens; default: model's, memory permitting"
     )
+    drain_s: float = setting(
+        30.0, "how long running answers and held prefills may last once the server is stopped"
+    )
     budget_tokens: int = setting(2048, "tokens of one step; longer prompts are prefilled in chunks")
     decode_graphs: str = setting(
         "auto",
@@ -88,6 +91,10 @@ class SchedulerOptions:
             "1,8,64",
         )
         _require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs}; expected at least 1")
+        _require(
+            0 <= self.drain_s <= MAX_LEASE_S,
+            f"drain_s={self.drain_s}; expected 0 (end at once) to {MAX_LEASE_S:g}",
+        )
         _require(self.budget_tokens > 0, f"budget_tokens={self.budget_tokens}; expected at least 1")
         _require(
             self.max_model_len is None or self.max_model_len > 1,

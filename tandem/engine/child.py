@@ -7,6 +7,7 @@ pickled.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,13 @@ def read_settings(kind: type[Settings]) -> Settings:
 
     threading.Thread(target=leave_with_parent, name="life-line", daemon=True).start()
     return settings
+
+
+def ignore_signals() -> None:
+    """Leave the end to the parent, which lets requests finish first: a service manager sends its
+    signal to all processes at once."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def make_folder(prefix: str) -> Path:

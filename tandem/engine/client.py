@@ -82,6 +82,11 @@ class EngineClient:
         return self._info
 
     @property
+    def num_requests(self) -> int:
+        """Requests that have not ended, as far as this process knows."""
+        return len(self._queues)
+
+    @property
     def lost(self) -> TandemError | None:
         """Why the engine is gone for good, or None."""
         return self._dead

@@ -1,15 +1,13 @@
 """The process of an engine core: the engine's loop between a frontend's socket and the ranks."""
 
-import signal
 import time
-from types import FrameType
 
 import msgspec
 import torch
 import zmq
 
 from tandem import log as tandem_log
-from tandem.engine.child import read_settings
+from tandem.engine.child import ignore_signals, read_settings
 from tandem.engine.engine import EngineCore
 from tandem.engine.messages import (
     Abort,
@@ -101,6 +99,7 @@ class CoreProcess:
 
 def main() -> None:
     settings = read_settings(CoreSettings)
+    ignore_signals()
     tandem_log.configure(settings.log_level)
     tandem_log.bind(role=settings.config.transfer.role)
     torch.set_grad_enabled(False)
@@ -109,10 +108,6 @@ def main() -> None:
     socket.set_hwm(0)
     socket.connect(settings.endpoint)
 
-    def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, leave)
     encoder = msgspec.msgpack.Encoder()
     try:
         core = EngineCore(

@@ -5,7 +5,7 @@ import torch
 import zmq
 
 from tandem import log as tandem_log
-from tandem.engine.child import read_settings
+from tandem.engine.child import ignore_signals, read_settings
 from tandem.engine.messages import (
     Execute,
     Failure,
@@ -26,6 +26,7 @@ log = get_logger("tandem.engine.rank_process")  # __name__ is __main__ in a proc
 
 def main() -> None:
     settings = read_settings(RankSettings)
+    ignore_signals()
     tandem_log.configure(settings.log_level)
     tandem_log.bind(role=settings.config.transfer.role, rank=settings.rank)
     context = zmq.Context()

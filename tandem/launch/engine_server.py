@@ -17,11 +17,13 @@ from tandem.engine.child import read_settings
 from tandem.engine.client import EngineClient
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import EngineDeadError, TandemError
-from tandem.launch.signals import run_until_signalled
+from tandem.launch.drain import drain
+from tandem.launch.signals import Stop, run_until_signalled
 from tandem.log import get_logger
 from tandem.server.app import create_app
 from tandem.server.engine_backend import EngineBackend
-from tandem.server.listen import bind, server
+from tandem.server.gate import Gate
+from tandem.server.listen import be_short, bind, server
 
 log = get_logger("tandem.launch.engine_server")  # __name__ is __main__ in a process of its own
 
@@ -39,8 +41,13 @@ class EngineServerSettings(msgspec.Struct, frozen=True):
     log_level: str | None = None
 
 
-async def run(config: EngineConfig, listener: socket.socket, log_level: str | None) -> None:
-    """Serve until told to end. Raises: what stopped the engine from starting, EngineDeadError."""
+async def run(
+    config: EngineConfig, listener: socket.socket, log_level: str | None, stop: Stop
+) -> None:
+    """Serve until `stop` is asked for, and drain then; cancelled, end at once.
+
+    Raises: what stopped the engine from starting, EngineDeadError.
+    """
     secret = _secret(config)
     # Before the engine loads weights: a folder without a tokenizer is found out at once.
     tokenizer = Tokenizer.load(config.model)
@@ -48,15 +55,30 @@ async def run(config: EngineConfig, listener: socket.socket, log_level: str | No
     try:
         await client.start()
         backend = EngineBackend(client)
-        http = server(create_app(backend, tokenizer, secret))
+        gate = Gate()
+        http = server(create_app(backend, tokenizer, secret, gate))
         host, port = listener.getsockname()[:2]
         log.info("serving %s (%s) on http://%s:%d", backend.info.name, client.info.role, host, port)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
+        stopping = asyncio.create_task(stop.wait())
+        stop.arm()
         try:
-            while not serving.done() and client.lost is None:
-                await asyncio.wait([serving], timeout=_WATCH_S)
+            while not serving.done() and client.lost is None and not stop.is_asked:
+                await asyncio.wait(
+                    [serving, stopping],
+                    timeout=_WATCH_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            if stop.is_asked:
+                gate.close()
+                if not await drain(client, config.scheduler.drain_s):
+                    be_short(http)
             lost = client.lost
+        except asyncio.CancelledError:
+            be_short(http)
+            raise
         finally:
+            stopping.cancel()
             http.should_exit = True
             await serving
         if lost is not None:
@@ -79,7 +101,8 @@ def serve_engine(config: EngineConfig, *, host: str, port: int, log_level: str |
     if config.transfer.role != "colocated":
         require_secret(_secret(config), "host", host)
     with bind(host, port) as listener:
-        run_until_signalled(run(config, listener, log_level))
+        stop = Stop()
+        run_until_signalled(run(config, listener, log_level, stop), stop)
 
 
 def main() -> None:
@@ -89,7 +112,9 @@ def main() -> None:
     listener = socket.socket(fileno=settings.listener_fd)
     listener.setblocking(False)
     try:
-        run_until_signalled(run(settings.config, listener, settings.log_level))
+        stop = Stop()
+        work = run(settings.config, listener, settings.log_level, stop)
+        run_until_signalled(work, stop, is_child=True)
     except EngineDeadError as error:
         log.error("%s", error)
         sys.exit(1)

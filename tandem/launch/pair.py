@@ -20,7 +20,7 @@ from tandem.engine.child import end, spawn
 from tandem.errors import ConfigError, EngineDeadError
 from tandem.launch.engine_server import EngineServerSettings
 from tandem.launch.router_server import run_router
-from tandem.launch.signals import run_until_signalled
+from tandem.launch.signals import Stop, run_until_signalled, wait_until
 from tandem.log import get_logger
 from tandem.server.listen import bind
 
@@ -29,6 +29,8 @@ log = get_logger(__name__)
 _WATCH_S = 0.2
 # An engine that dies again within this time after its start is not restarted at once.
 _RESTART_PAUSE_S = 5.0
+# A stopped engine whose router has finished.
+_ENGINE_DRAIN_S = 5.0
 
 
 @dataclass
@@ -137,7 +139,9 @@ def serve_pair(
             listener = stack.enter_context(bind("127.0.0.1", 0))
             name = f"{engine_config.transfer.role}-{index}"
             engines.append(_Engine(name, engine_config, listener, log_level, environment))
-        run_until_signalled(_supervise(engines, public, secret))
+        stop = Stop()
+        work = _supervise(engines, public, secret, stop, config.scheduler.drain_s)
+        run_until_signalled(work, stop)
 
 
 def _pair_secret(config: EngineConfig) -> tuple[bytes, dict[str, str]]:
@@ -151,7 +155,11 @@ def _pair_secret(config: EngineConfig) -> tuple[bytes, dict[str, str]]:
     return made.encode(), {SECRET_VARIABLE: made}
 
 
-async def _supervise(engines: list[_Engine], public: socket.socket, secret: bytes) -> None:
+async def _supervise(
+    engines: list[_Engine], public: socket.socket, secret: bytes, stop: Stop, drain_s: float
+) -> None:
+    """Run all until `stop` is asked for: then the router finishes its requests, and prefill and
+    decode engines end after it, in this order."""
     urls = {
         role: [engine.url for engine in engines if engine.config.transfer.role == role]
         for role in ("prefill", "decode")
@@ -161,12 +169,17 @@ async def _supervise(engines: list[_Engine], public: socket.socket, secret: byte
         for engine in engines:
             engine.start()
             log.info("starting %s at %s", engine.name, engine.url)
-        router = asyncio.create_task(run_router(urls["prefill"], urls["decode"], public, secret))
+        router = asyncio.create_task(
+            run_router(urls["prefill"], urls["decode"], public, secret, stop, drain_s)
+        )
         while not router.done():
             await asyncio.wait([router], timeout=_WATCH_S)
             for engine in engines:
-                _restart_if_ended(engine)
+                if not stop.is_asked:
+                    _restart_if_ended(engine)
         await router
+        for role in ("prefill", "decode"):
+            await _drain_role(engines, role)
     finally:
         if router is not None:
             router.cancel()
@@ -185,6 +198,18 @@ def _restart_if_ended(engine: _Engine) -> None:
         return
     log.warning("%s ended with status %s; starting it again", engine.name, status)
     engine.start()
+
+
+async def _drain_role(engines: list[_Engine], role: str) -> None:
+    """Ask the engines of one role to end. They have no requests of ours any more, or none that may
+    go on; what others have given them is theirs to finish, for a short while."""
+    chosen = [engine for engine in engines if engine.config.transfer.role == role]
+    for engine in chosen:
+        if engine.process is not None and engine.has_ended() is None:
+            engine.process.terminate()
+    await wait_until(
+        lambda: all(engine.has_ended() is not None for engine in chosen), _ENGINE_DRAIN_S
+    )
 
 
 def _end_all(engines: list[_Engine]) -> None:

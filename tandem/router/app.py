@@ -8,6 +8,7 @@ from tandem.engine.tokenizer import Tokenizer
 from tandem.router.backend import PairBackend
 from tandem.router.policy import RouterOptions
 from tandem.server.app import create_app
+from tandem.server.gate import Gate
 
 
 async def create_router_app(
@@ -16,6 +17,7 @@ async def create_router_app(
     options: RouterOptions | None = None,
     *,
     secret: bytes | None = None,
+    gate: Gate | None = None,
 ) -> FastAPI:
     """Wait until the engines are ready, fetch their tokenizer, and make the application.
 
@@ -29,4 +31,4 @@ async def create_router_app(
     except BaseException:
         await backend.close()
         raise
-    return create_app(backend, tokenizer)
+    return create_app(backend, tokenizer, gate=gate)

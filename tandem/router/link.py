@@ -12,6 +12,7 @@ from tandem.errors import RequestError, TransferError
 from tandem.log import get_logger
 from tandem.router.policy import Candidate, RouterOptions, Standing
 from tandem.scheduler.request import EngineRequest, TokenDelta
+from tandem.server.api_error import DRAINING
 from tandem.server.trust import PROOF_HEADER, ClusterKey
 from tandem.server.wire import BROKEN, EngineStatus, FrameReader, encode_request
 
@@ -240,6 +241,9 @@ class EngineLink:
         if status == 400:
             param = error.get("param")
             return RequestError(message, param if isinstance(param, str) else None)
+        if error.get("code") == DRAINING:
+            self.standing.lost_request(DRAINING)
+            return LegError(message, is_taken=False)
         if error.get("code") == "engine_unavailable":
             return self._lost(message, is_taken=True)
         # The engine goes on without this request; others there are not touched.

@@ -5,6 +5,7 @@ from typing import Any
 
 from tandem.errors import (
     CapacityError,
+    DrainingError,
     EngineDeadError,
     RequestError,
     TandemError,
@@ -15,6 +16,7 @@ from tandem.log import get_logger
 log = get_logger(__name__)
 
 CONTEXT_LENGTH = "context_length_exceeded"
+DRAINING = "draining"
 
 
 class ApiError(TandemError):
@@ -27,6 +29,10 @@ class ApiError(TandemError):
         self.status = status
         self.param = param
         self.code = code
+
+    def headers(self) -> dict[str, str]:
+        """Whoever is told that a server cannot now is told when to ask again."""
+        return {"retry-after": "1"} if self.status == 503 else {}
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -48,6 +54,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(str(error), param=error.param)
     if isinstance(error, CapacityError):
         return ApiError(str(error), status=503, code="over_capacity")
+    if isinstance(error, DrainingError):
+        return ApiError(str(error), status=503, code=DRAINING)
     if isinstance(error, EngineDeadError | TransferError):
         return ApiError(str(error), status=503, code="engine_unavailable")
     if isinstance(error, TandemError):

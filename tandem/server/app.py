@@ -22,6 +22,7 @@ from tandem.scheduler.request import EngineRequest, SamplingParams
 from tandem.server.api_error import CONTEXT_LENGTH, ApiError, as_api_error
 from tandem.server.backend import Backend, ModelInfo
 from tandem.server.chat import plain_messages
+from tandem.server.gate import Gate
 from tandem.server.generation import ChoiceDelta, collect, run_choices
 from tandem.server.internal import internal_routes
 from tandem.server.metrics import RequestWatch, ServerMetrics
@@ -60,8 +61,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 class _Endpoints:
     """The generating endpoints and what they share."""
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, backend: Backend, tokenizer: Tokenizer, metrics: ServerMetrics, gate: Gate
+    ) -> None:
         self._backend = backend
+        self._gate = gate
         self._tokenizer = tokenizer
         self._metrics = metrics
 
@@ -117,6 +121,7 @@ class _Endpoints:
         return await self._answer(request, body, requests, prompts, form, info)
 
     def _served_model(self, body: GenerationBody) -> ModelInfo:
+        self._gate.check()
         info = self._backend.info
         if body.model is not None and body.model != info.name:
             raise ApiError(
@@ -186,7 +191,7 @@ class _Endpoints:
         self, deltas: AsyncGenerator[ChoiceDelta, None], watch: RequestWatch
     ) -> AsyncGenerator[ChoiceDelta, None]:
         """The deltas, counted; notices when the request ends early."""
-        with watch:
+        with watch, self._gate.inside():
             try:
                 async with aclosing(deltas):
                     async for item in deltas:
@@ -254,14 +259,26 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, secret: bytes | None = None) -> FastAPI:
+def _error(reply: ApiError) -> Response:
+    response = _json(reply.body(), reply.status)
+    response.headers.update(reply.headers())
+    return response
+
+
+def create_app(
+    backend: Backend,
+    tokenizer: Tokenizer,
+    secret: bytes | None = None,
+    gate: Gate | None = None,
+) -> FastAPI:
     """The application over `backend`, which it starts and closes with its own life.
 
     Engines with a role also serve the internal routes that a router uses; with a cluster `secret`,
-    to those alone who prove it.
+    to those alone who prove it. Whoever stops the server closes the `gate` first.
     """
     metrics = ServerMetrics()
-    endpoints = _Endpoints(backend, tokenizer, metrics)
+    gate = gate or Gate()
+    endpoints = _Endpoints(backend, tokenizer, metrics, gate)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -296,6 +313,8 @@ def create_app(backend: Backend, tokenizer: Tokenizer, secret: bytes | None = No
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
+        if gate.is_closed:
+            return _json({"status": "draining", "reason": "it is being stopped"}, 503)
         state = await backend.health()
         if state.is_ready:
             return _json({"status": "ready"})
@@ -315,7 +334,8 @@ def create_app(backend: Backend, tokenizer: Tokenizer, secret: bytes | None = No
     async def requests() -> Response:
         return _json({"requests": await backend.timelines()})
 
-    app.include_router(internal_routes(backend, tokenizer, ClusterKey(secret) if secret else None))
+    key = ClusterKey(secret) if secret else None
+    app.include_router(internal_routes(backend, tokenizer, gate, key))
     _add_error_replies(app)
     return app
 
@@ -329,8 +349,7 @@ def _guarded(path: str, handler: Handler, metrics: ServerMetrics) -> Handler:
         except ClientGoneError:
             response = Response(status_code=_CLIENT_GONE_STATUS)
         except Exception as error:  # every failure has one shape; ours is logged with its trace
-            reply = as_api_error(error)
-            response = _json(reply.body(), reply.status)
+            response = _error(as_api_error(error))
         metrics.answered(path, response.status_code)
         client_id = request.headers.get("x-request-id", "")
         # Clients may repeat ids, so ours alone name requests inside; theirs is only echoed.
@@ -358,8 +377,7 @@ def _add_error_replies(app: FastAPI) -> None:
 
     @app.exception_handler(TandemError)
     async def on_error(_: Request, error: TandemError) -> Response:
-        reply = as_api_error(error)
-        return _json(reply.body(), reply.status)
+        return _error(as_api_error(error))
 
 
 def _model_card(info: ModelInfo) -> dict[str, Any]:

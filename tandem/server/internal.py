@@ -14,8 +14,9 @@ from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import EngineDeadError, RequestError
 from tandem.log import get_logger
 from tandem.scheduler.request import EngineRequest, TokenDelta
-from tandem.server.api_error import as_api_error
+from tandem.server.api_error import DRAINING, as_api_error
 from tandem.server.backend import Backend
+from tandem.server.gate import Gate
 from tandem.server.stream import ClientGoneError, StreamReply, read_body, until_disconnect
 from tandem.server.trust import PROOF_HEADER, ClusterKey
 from tandem.server.wire import (
@@ -31,7 +32,7 @@ _MSGPACK = "application/msgpack"
 
 
 def internal_routes(
-    backend: Backend, tokenizer: Tokenizer, key: ClusterKey | None = None
+    backend: Backend, tokenizer: Tokenizer, gate: Gate, key: ClusterKey | None = None
 ) -> APIRouter:
     """Routes under /internal; they exist on engines with a role alone. `key`: what callers have to
     prove that they know."""
@@ -59,6 +60,7 @@ def internal_routes(
     async def generate(request: Request) -> Response:
         """Refusals before the first token have a status; later ones are a last frame."""
         engine_request = decode_request(await signed_body(request))
+        gate.check()
         _check(engine_request, backend)
         deltas = backend.generate(engine_request)
         first = await until_disconnect(request.receive, _first(deltas))
@@ -88,6 +90,8 @@ def internal_routes(
     async def info(request: Request) -> Response:
         health = await backend.health()
         status = EngineStatus(backend.info, health.is_ready, health.reason)
+        if gate.is_closed:
+            status = EngineStatus(backend.info, is_ready=False, reason=DRAINING)
         response = Response(msgspec.msgpack.encode(status), media_type=_MSGPACK)
         if key is not None:
             response.headers[PROOF_HEADER] = key.prove(request.headers["authorization"])

@@ -1,12 +1,13 @@
 """Binding a port and serving an application on it."""
 
+import asyncio
 import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.errors import ConfigError
 
@@ -46,10 +47,23 @@ class _Server(uvicorn.Server):
         yield
 
 
-def server(app: Any) -> uvicorn.Server:
+def _cut_quietly(app: ASGIApp) -> ASGIApp:
+    """The server cancels requests that outlast its end: that is no fault, and needs no trace."""
+
+    async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+
+    return quiet
+
+
+def server(app: ASGIApp) -> uvicorn.Server:
     """A server for `app`: `await serve(sockets=[...])` runs it, `should_exit = True` ends it."""
     config = uvicorn.Config(
-        app,
+        _cut_quietly(app),
         log_level="warning",
         access_log=False,
         lifespan="on",
@@ -57,3 +71,8 @@ def server(app: Any) -> uvicorn.Server:
         timeout_graceful_shutdown=5,
     )
     return _Server(config)
+
+
+def be_short(server: uvicorn.Server) -> None:
+    """Let the server's end wait for no client: answers that run are cut."""
+    server.config.timeout_graceful_shutdown = 0

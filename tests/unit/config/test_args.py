@@ -31,6 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "prefix_cache": [True, False],
     "max_num_seqs": [64, 1],
     "max_model_len": [None, 2, 100000],
+    "drain_s": [30.0, 0.0],
     "budget_tokens": [2048, 1],
     "decode_graphs": ["auto", "off", "1,8,64"],
     "tp": [1, 8],

@@ -35,7 +35,7 @@ from tests.unit.tokenizers import byte_level
 
 TEXT = "hello 日本 😀 world"
 OPTIONS = RouterOptions(
-    connect_s=0.5, idle_s=5.0, probe_s=0.05, probe_timeout_s=0.3, max_missed_probes=2
+    connect_s=5.0, idle_s=20.0, probe_s=0.05, probe_timeout_s=5.0, max_missed_probes=2
 )
 
 
@@ -411,13 +411,42 @@ def test_killed_decode_engine_costs_no_answer_and_its_return_is_noticed():
         thread.stop()
 
 
+def test_draining_engines_are_passed_over_and_the_ticket_stays_good():
+    """Their probes come too late here: the refusal itself must be enough."""
+    options = RouterOptions(connect_s=5.0, idle_s=20.0, probe_s=60.0, probe_timeout_s=10.0)
+    engines = {
+        role: [ScriptedEngine(script=tokens_of("hello"), role=role) for _ in range(2)]
+        for role in ("prefill", "decode")
+    }
+    with contextlib.ExitStack() as stack:
+        urls = [
+            [stack.enter_context(serving(engine)).url for engine in engines[role]]
+            for role in ("prefill", "decode")
+        ]
+        http = stack.enter_context(small_cluster(*urls, options))
+        wait_until(lambda: http.get("/debug/pools").json()["num_decode_ready"] == 2)
+        wait_until(lambda: http.get("/debug/pools").json()["num_prefill_ready"] == 2)
+        for role in engines:
+            engines[role][0].gate.close()
+        for _ in range(3):
+            reply = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 9})
+            assert reply.json()["choices"][0]["text"] == "hello"
+        for role in engines:
+            assert engines[role][0].requests == []
+            assert len(engines[role][1].requests) == 3
+        assert all(request.ticket is not None for request in engines["decode"][1].requests)
+        assert engines["prefill"][1].counts["released"] == 0
+        tables = http.get("/debug/pools").json()["engines"]
+        assert {tables[role_urls[0]]["reason"] for role_urls in urls} == {"draining"}
+
+
 def test_engine_that_accepts_and_never_answers_is_found_dead_by_its_probes():
     """A host that hangs sends no reset: only the probes tell."""
     silent = socket.socket()
     decode = ScriptedEngine(script=tokens_of("hello"), role="decode")
     prefill = ScriptedEngine(script=tokens_of("hello"), role="prefill")
     options = RouterOptions(
-        connect_s=0.5, idle_s=60.0, probe_s=0.05, probe_timeout_s=0.2, max_missed_probes=2
+        connect_s=5.0, idle_s=60.0, probe_s=0.05, probe_timeout_s=0.5, max_missed_probes=2
     )
     with serving(prefill) as p, serving(decode) as d, contextlib.closing(silent):
         frozen = FrozenEngine(decode)

@@ -13,6 +13,7 @@ from tandem.errors import EngineDeadError
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.app import create_app
 from tandem.server.backend import Health, ModelInfo
+from tandem.server.gate import Gate
 from tandem.server.listen import bind, server
 from tandem.state.ticket import Ticket, TokenLogprob
 from tests.unit.tokenizers import byte_level
@@ -59,6 +60,7 @@ class ScriptedEngine:
     held: dict[str, EngineRequest] = field(default_factory=dict)
     requests: list[EngineRequest] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
+    gate: Gate = field(default_factory=Gate)
 
     @property
     def info(self):
@@ -242,7 +244,7 @@ def leave_once(port, body, claim):
 @contextlib.contextmanager
 def serving(backend, secret=None):
     async def make_app():
-        return create_app(backend, byte_level(), secret)
+        return create_app(backend, byte_level(), secret, backend.gate)
 
     thread = ServerThread(make_app)
     try:

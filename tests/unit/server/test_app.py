@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from tandem.errors import CapacityError, EngineDeadError, RequestError
+from tandem.server.gate import Gate
 from tests.unit.server.fakes import (
     EOS,
     MODEL,
@@ -407,6 +408,28 @@ def test_streaming_client_that_leaves_during_prefill_aborts(http, engine):
     body = {"prompt": "a", "stream": True}
     leave_once(http.base_url.port, body, lambda: engine.counts["running"] == 1)
     wait_until(lambda: engine.counts["aborted"] == 1)
+
+
+def test_a_closed_gate_refuses_what_is_new_and_lets_the_rest_go_on(engine):
+    engine.script = tokens_of("hello")
+    engine.delay_s = 0.02
+    engine.gate = Gate()
+    with serving(engine) as thread, httpx.Client(base_url=thread.url, timeout=20) as http:
+        with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            engine.gate.close()
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+                key = "messages" if "chat" in path else "prompt"
+                refused = http.post(path, json={key: body[key]})
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert refused.json()["error"]["code"] == "draining"
+            health = http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "draining")
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        wait_until(lambda: engine.gate.num_inside == 0)
+        assert len(engine.requests) == 1
 
 
 def test_client_request_id_is_echoed_and_never_used(http, engine):
