@@ -276,6 +276,52 @@ def bench_pair(
     _show_bench(result, as_json)
 
 
+@bench_app.command("transfer")
+@_with_settings
+def bench_transfer(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="local HF folder; default: a small hybrid, and Nemotron-3-Nano's state"
+        ),
+    ] = None,
+    prompts: Annotated[list[int] | None, typer.Option(help="prompt lengths")] = None,
+    rounds: Annotated[int, typer.Option(help="prompts of each length and way of reading")] = 5,
+    move_tokens: Annotated[
+        int, typer.Option(help="tokens of the prompt whose state is moved between ranks")
+    ] = 8192,
+    out: Annotated[str | None, typer.Option(help="file for the result, as JSON")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    log_level: LogLevel = "WARNING",
+    **settings: Any,
+) -> None:
+    """Time to the second token of a pair, read after the prefill and streamed; speed of moves."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from tandem.bench.transfer import render, run_transfer
+    from tandem.config.model import load_model_config
+
+    _require_counts(prompts=prompts, rounds=[rounds], move_tokens=[move_tokens])
+    tandem_log.configure(log_level)
+    config = _bench_config(model or "hybrid-long", settings)
+    shapes = _bench_config(model or "nemotron-3-nano-30b", settings)
+    result = run_transfer(
+        config,
+        load_model_config(shapes.model),
+        prompts=prompts or [1024, 8192, 32768],
+        num_rounds=rounds,
+        move_tokens=move_tokens,
+    )
+    if out is not None:
+        Path(out).write_text(json.dumps(result, indent=1))
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        render(result, Console())
+
+
 @bench_app.command("faults")
 def bench_faults(
     model: Annotated[

@@ -292,6 +292,13 @@ def test_bench_refuses_counts_below_one(run, nano, what, flags):
     assert "expected at least 1" in err
 
 
+@pytest.mark.parametrize("flag", ["--prompts", "--rounds", "--move-tokens"])
+def test_bench_transfer_refuses_counts_below_one(run, nano, flag):
+    status, _, err = run("bench", "transfer", nano, flag, "0")
+    assert status == 2
+    assert f"{flag[2:].replace('-', '_')}=0; expected at least 1" in err
+
+
 @pytest.mark.parametrize(
     "url", ["", "nonsense", "ftp://a", "http://", "http://127.0.0.1:99999", "http://a:b"]
 )

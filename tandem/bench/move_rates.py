@@ -1,0 +1,211 @@
+"""How fast state moves between the ranks of two engines: bytes, descriptors and GB/s for one
+prompt, beside what the machine copies within a process.
+
+The ranks hold arenas of the model's shapes and no model. Sources are another process; each
+destination rank reads with a transfer thread of its own, as in an engine.
+"""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from tandem.bench.source_ranks import BenchRank, SourceSettings
+from tandem.config.model import ModelConfig
+from tandem.engine.child import end, spawn
+from tandem.errors import ShardingError, TransferError
+from tandem.state.arena import ArenaGeometry, build_geometry
+from tandem.state.spec import StateSpec, build_state_spec
+from tandem.transfer.agent_nixl import NixlAgent
+from tandem.transfer.identity import current_process
+from tandem.transfer.layout import PeerInfo, RankInfo
+from tandem.transfer.mover import RankMover
+from tandem.transfer.protocol import MoveCommand, MoveEvent
+from tandem.units import ceil_div
+
+PAIRS = ((1, 1), (2, 2), (1, 2), (2, 1))
+_COPY_NBYTES = 256 << 20
+_MOVE_S = 60.0
+
+
+@dataclass(frozen=True)
+class MoveRate:
+    """One prompt's state, moved to all ranks of the destination: median and best of some rounds."""
+
+    prefill_tp: int
+    decode_tp: int
+    placement: str  # contiguous, or scattered: no page lies beside the next
+    nbytes: int
+    num_descriptors: int
+    seconds: float
+    best_s: float
+
+    @property
+    def best_gbytes_per_s(self) -> float:
+        """As the rate of a copy, which is the best of several too."""
+        return self.nbytes / self.best_s / 1e9
+
+
+def measure_copy() -> float:
+    """Bytes a second that one thread copies between two places in memory: the best of several."""
+    source = np.full(_COPY_NBYTES, 1, dtype=np.uint8)
+    target = np.empty_like(source)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    return _COPY_NBYTES / min(times)
+
+
+def measure_moves(
+    model: ModelConfig, *, num_tokens: int, page_tokens: int, num_rounds: int
+) -> list[MoveRate]:
+    """Contiguous and scattered pages between each pair of sizes that the model divides by.
+
+    Raises: TransferError if a read fails or the sources do not start.
+    """
+    specs = {
+        tp: _specs(model, tp, page_tokens) for tp in sorted({tp for pair in PAIRS for tp in pair})
+    }
+    pairs = [pair for pair in PAIRS if all(specs[tp] for tp in pair)]
+    one = _geometry(specs[1][0], 1)
+    # Room to leave every other page out, and the slot.
+    num_slabs = one.slabs_for(2 * ceil_div(num_tokens, page_tokens), 2) + 1
+    sizes = [tp for tp in specs if specs[tp]]
+    with _Sources([specs[tp] for tp in sizes], num_slabs) as sources:
+        engines = dict(zip(sizes, sources.engines, strict=True))
+        rates = []
+        for prefill_tp, decode_tp in pairs:
+            reader = _Reader(engines[prefill_tp], specs[decode_tp], num_slabs)
+            try:
+                rates += [
+                    reader.measure(placement, num_tokens, num_rounds)
+                    for placement in ("contiguous", "scattered")
+                ]
+            finally:
+                reader.close()
+        return rates
+
+
+def _specs(model: ModelConfig, tp: int, page_tokens: int) -> list[StateSpec]:
+    """The ranks of an engine; none if the model does not divide by `tp`."""
+    try:
+        return [
+            build_state_spec(model, tp=tp, rank=rank, page_tokens=page_tokens) for rank in range(tp)
+        ]
+    except ShardingError:
+        return []
+
+
+def _geometry(spec: StateSpec, num_slabs: int) -> ArenaGeometry:
+    return build_geometry(
+        page_tokens=spec.page_tokens,
+        page_nbytes=spec.page_nbytes,
+        slot_nbytes=spec.slot_nbytes,
+        num_slabs=num_slabs,
+    )
+
+
+class _Sources:
+    """The process of the source ranks; `engines` are theirs, in the order of the specs."""
+
+    def __init__(self, engines: Sequence[list[StateSpec]], num_slabs: int) -> None:
+        answer, answer_fd = os.pipe()
+        settings = SourceSettings(list(engines), num_slabs, answer_fd)
+        self._process = spawn("tandem.bench.source_ranks", settings, pass_fds=[answer_fd])
+        os.close(answer_fd)
+        with os.fdopen(answer, "rb") as pipe:
+            found = pipe.read()
+        if not found:
+            end(self._process)
+            raise TransferError("the source ranks did not start; their own message is above")
+        self.engines = msgspec.msgpack.decode(found, type=list[list[RankInfo]])
+
+    def __enter__(self) -> "_Sources":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        end(self._process)
+
+
+class _Reader:
+    """All ranks of a destination, each with a thread and an agent."""
+
+    def __init__(self, sources: list[RankInfo], specs: list[StateSpec], num_slabs: int) -> None:
+        self._sources = sources
+        self._geometry = _geometry(specs[0], num_slabs)
+        self._peer = PeerInfo(
+            f"P{len(sources)}", "bench", "tcp://127.0.0.1:0", current_process(), tuple(sources)
+        )
+        self._ranks = [BenchRank(spec, num_slabs) for spec in specs]
+        self._movers = [RankMover(NixlAgent("bench-D"), rank.layout) for rank in self._ranks]
+        for mover in self._movers:
+            mover.add_peer(self._peer)
+
+    def measure(self, placement: str, num_tokens: int, num_rounds: int) -> MoveRate:
+        times, events = [], []
+        for index in range(num_rounds + 1):
+            command = self._command(f"{placement}-{index}", placement, num_tokens)
+            start = time.perf_counter()
+            for mover in self._movers:
+                mover.post(command)
+            events = [_wait(mover) for mover in self._movers]
+            if index:  # the first one connects
+                times.append(time.perf_counter() - start)
+        return MoveRate(
+            prefill_tp=len(self._sources),
+            decode_tp=len(self._movers),
+            placement=placement,
+            nbytes=sum(event.nbytes for event in events),
+            num_descriptors=sum(event.num_descriptors for event in events),
+            seconds=statistics.median(times),
+            best_s=min(times),
+        )
+
+    def _command(self, request_id: str, placement: str, num_tokens: int) -> MoveCommand:
+        source = self._sources[0].layout.geometry
+        return MoveCommand(
+            request_id=request_id,
+            peer=self._peer.key,
+            part=0,
+            start_token=0,
+            stop_token=num_tokens,
+            src_pages=_pages(source, placement, num_tokens, seed=1),
+            src_slot=_last_slot(source),
+            dst_pages=_pages(self._geometry, placement, num_tokens, seed=2),
+            dst_slot=_last_slot(self._geometry),
+        )
+
+    def close(self) -> None:
+        for mover in self._movers:
+            mover.close()
+
+
+def _pages(geometry: ArenaGeometry, placement: str, num_tokens: int, seed: int) -> tuple[int, ...]:
+    count = ceil_div(num_tokens, geometry.page_tokens) if geometry.num_pages else 0
+    if placement == "contiguous":
+        return tuple(range(count))
+    pages = list(range(0, 2 * count, 2))
+    random.Random(seed).shuffle(pages)
+    return tuple(pages)
+
+
+def _last_slot(geometry: ArenaGeometry) -> int | None:
+    return geometry.num_slots - 1 if geometry.num_slots else None
+
+
+def _wait(mover: RankMover) -> MoveEvent:
+    deadline = time.monotonic() + _MOVE_S
+    while time.monotonic() < deadline:
+        for event in mover.poll():
+            if event.status != "done":
+                raise TransferError(f"a read of the benchmark failed: {event.error}")
+            return event
+        time.sleep(50e-6)
+    raise TransferError(f"a read of the benchmark did not end within {_MOVE_S:.0f} s")
