@@ -34,7 +34,7 @@ class NamedArena:
 
     base_address = 1 << 40
 
-    def __init__(self, kept, tp, rank, page_tokens, num_tokens):
+    def __init__(self, kept, tp, rank, page_tokens, num_tokens, extra_slabs):
         self.map = ElementMap(kept, tp, rank, page_tokens)
         self.spec = place_components(kept, tp=tp, rank=rank, page_tokens=page_tokens)
         assert (self.spec.page_nbytes, self.spec.slot_nbytes) == (
@@ -48,7 +48,7 @@ class NamedArena:
         }
         one = build_geometry(**sizes, num_slabs=1)
         # Twice what the prompt needs, for pages to be apart.
-        num_slabs = 2 * one.slabs_for(-(-num_tokens // page_tokens) + 1, 1)
+        num_slabs = 2 * one.slabs_for(-(-num_tokens // page_tokens) + 1, 1) + extra_slabs
         self.geometry = build_geometry(**sizes, num_slabs=num_slabs)
         self.layout = RankLayout(self.base_address, self.spec, self.geometry)
         check_layout(self.layout, "this test")
@@ -172,8 +172,8 @@ def test_a_kind_alone_moves_between_any_two_sizes(kind, data, is_written, rng):
 def check_transfer(kept, src_side, dst_side, edges, is_written, rng):
     """One destination rank gets a prompt's state part by part, each as soon as it exists."""
     num_tokens = edges[-1]
-    sources = ranks_of(kept, *src_side, num_tokens)
-    targets = ranks_of(kept, *dst_side, num_tokens)
+    sources = ranks_of(kept, *src_side, num_tokens, rng.randrange(3))
+    targets = ranks_of(kept, *dst_side, num_tokens, rng.randrange(3))
     target = targets[rng.randrange(len(targets))]
     src, dst = (pick_placement(item.geometry, num_tokens, rng) for item in (sources[0], target))
     rank = target.spec.rank
@@ -200,8 +200,8 @@ def check_transfer(kept, src_side, dst_side, edges, is_written, rng):
             source.names[:] = UNTOUCHED  # nothing that has arrived is moved again
 
 
-def ranks_of(kept, tp, page_tokens, num_tokens):
-    ranks = [NamedArena(kept, tp, rank, page_tokens, num_tokens) for rank in range(tp)]
+def ranks_of(kept, tp, page_tokens, num_tokens, extra_slabs):
+    ranks = [NamedArena(kept, tp, rank, page_tokens, num_tokens, extra_slabs) for rank in range(tp)]
     check_ranks([rank.layout for rank in ranks], "this test")
     return ranks
 
