@@ -401,6 +401,38 @@ def bench_serve(
         render_serve(result, Console())
 
 
+@bench_app.command("kernels")
+def bench_kernels(
+    only: Annotated[str, typer.Option(help="cases, or with --tune ops, whose name has this")] = "",
+    tune: Annotated[
+        bool, typer.Option("--tune", help="measure tile sizes for this GPU and write them")
+    ] = False,
+    out: Annotated[
+        str | None, typer.Option(help="file for the result; with --tune by default the GPU's own")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    log_level: LogLevel = "INFO",
+) -> None:
+    """Each kernel on a GPU beside its floor; or the best tile sizes of this GPU."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from tandem.bench import kernels
+    from tandem.bench import tune as tuning
+
+    kernels.require_gpu()
+    tandem_log.configure(log_level)
+    path = None if out is None else Path(out)
+    result = tuning.run_tune(only, path) if tune else kernels.run(only)
+    if path is not None and not tune:
+        path.write_text(json.dumps(result, indent=1))
+    if as_json or tune:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        kernels.render(result, Console(width=110))
+
+
 def _require_counts(**named: list[int] | None) -> None:
     for name, counts in named.items():
         if any(count < 1 for count in counts or ()):

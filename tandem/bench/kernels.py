@@ -1,4 +1,4 @@
-"""`python -m tandem.bench.kernels`: each kernel on a GPU beside its floor, at two models' shapes.
+"""`tandem bench kernels`: each kernel on a GPU beside its floor, at two models' shapes.
 
 The floor of a case is the longer of two times: the bytes that must move (each input read once, each
 output written once) over the measured copy rate, and the operations over the measured rate of a
@@ -6,16 +6,14 @@ large product. Inputs are random, the L2 cache is emptied before each launch, an
 replayed from a graph, which leaves out the time of the host.
 """
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from tandem.errors import ConfigError
 from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
 from tandem.ops.experts import experts_mlp, route_sigmoid
@@ -366,6 +364,13 @@ def measure_ceilings() -> tuple[float, float]:
     )
 
 
+def require_gpu() -> None:
+    """Raises: ConfigError where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError("kernels are measured on a GPU; no CUDA device is present here")
+
+
+@torch.inference_mode()
 def run(name_contains: str = "") -> dict:
     """Time the cases whose name contains `name_contains`; figures and the card they are of."""
     bytes_per_s, flops_per_s = measure_ceilings()
@@ -402,19 +407,3 @@ def render(report: dict, console: Console) -> None:
             f"{result['share_of_floor']:.0%}",
         )
     console.print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the report here too")
-    arguments = parser.parse_args()
-    with torch.inference_mode():
-        report = run(arguments.only)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1))
-    render(report, Console(width=110))
-
-
-if __name__ == "__main__":
-    main()

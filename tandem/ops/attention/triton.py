@@ -20,6 +20,7 @@ from tandem.ops.tiles import (
     num_tiles,
     row_tile,
 )
+from tandem.ops.tuning import Tiles, tuned
 
 _LOG2_E = 1.4426950408889634
 # Tokens of one split at least: below that, joining splits costs more than it saves.
@@ -104,11 +105,20 @@ def num_splits(num_rows: int, num_kv_heads: int, max_context: int, processors: i
     return max(1, min(wanted, triton.cdiv(max_context, _MIN_SPLIT), _MAX_SPLITS))
 
 
-def prefill_tile(head_dim: int, is_half: bool) -> tuple[int, int, int, int]:
-    """(queries, keys, warps, stages) of one program's tile; what fits registers and memory."""
+def prefill_tiles(head_dim: int, is_half: bool) -> Tiles:
+    """Queries and keys of one program's tile; what fits registers and memory."""
     if not is_half:
-        return 16, 32, 4, 1
-    return (128, 128, 8, 2) if head_dim <= 128 else (64, 32, 4, 2)
+        return {"BQ": 16, "BK": 32, "num_warps": 4, "num_stages": 1}
+    if head_dim <= 128:
+        return {"BQ": 128, "BK": 128, "num_warps": 8, "num_stages": 2}
+    return {"BQ": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
+
+
+def decode_tiles(is_half: bool) -> Tiles:
+    """Keys of one step of a program."""
+    if not is_half:
+        return {"BK": 32, "num_warps": 4, "num_stages": 1}
+    return {"BK": 64, "num_warps": 4, "num_stages": 3}
 
 
 def _decode(
@@ -128,6 +138,10 @@ def _decode(
         pieces = (num_rows, num_heads, splits)
         partial = torch.empty((*pieces, head_dim), dtype=torch.float32, device=q.device)
         log_sums = torch.empty(pieces, dtype=torch.float32, device=q.device)
+    is_half = q.element_size() == 2
+    tiles = decode_tiles(is_half)
+    if is_half:
+        tiles = tuned("attention_decode", head_dim, q.device, tiles)
     attention_decode_kernel[(splits, num_kv_heads, num_rows)](
         q,
         kv,
@@ -147,10 +161,8 @@ def _decode(
         PAGE_TOKENS=page_tokens,
         IS_SPLIT=splits > 1,
         BR=next_tile(num_heads // num_kv_heads),
-        BK=64 if q.element_size() == 2 else 32,
         BD=next_tile(head_dim),
-        num_warps=4,
-        num_stages=3 if q.element_size() == 2 else 1,
+        **tiles,
     )
     if splits > 1:
         attention_join_kernel[(num_heads, num_rows)](
@@ -179,9 +191,12 @@ def _prefill(
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, _, page_tokens, _ = kv.shape
     num_rows = len(context_lens) - num_decode
-    queries, keys, warps, stages = prefill_tile(head_dim, q.element_size() == 2)
-    tiles = num_tiles(len(q) - num_decode, num_rows, queries)
-    attention_prefill_kernel[(num_heads, tiles)](
+    is_half = q.element_size() == 2
+    tiles = prefill_tiles(head_dim, is_half)
+    if is_half:
+        tiles = tuned("attention_prefill", head_dim, q.device, tiles)
+    programs = num_tiles(len(q) - num_decode, num_rows, tiles["BQ"])
+    attention_prefill_kernel[(num_heads, programs)](
         q,
         kv,
         page_table[num_decode:],
@@ -198,12 +213,9 @@ def _prefill(
         R=num_heads // num_kv_heads,
         D=head_dim,
         PAGE_TOKENS=page_tokens,
-        BQ=queries,
-        BK=keys,
         BD=next_tile(head_dim),
         BR=row_tile(num_rows),
-        num_warps=warps,
-        num_stages=stages,
+        **tiles,
     )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from tandem.errors import ShapeError
 from tandem.ops.experts import reference
 from tandem.ops.tiles import find_tile, is_plain, kernel, num_tiles
+from tandem.ops.tuning import tuned
 
 # Up to this many pairs, comparing each with all is faster than a sort of several launches.
 _MAX_COMPARED = 4096
@@ -166,7 +167,10 @@ def _grouped_product(
     """
     num_experts, _, num_inputs = b.shape
     pairs = len(order)
-    tiles = product_tiles(pairs, num_experts, a.element_size() == 2, is_gated)
+    is_half = a.element_size() == 2
+    tiles = product_tiles(pairs, num_experts, is_half, is_gated)
+    if is_half and not is_gated:
+        tiles = tuned("experts_product", triton.cdiv(pairs, num_experts), a.device, tiles)
     grid = (triton.cdiv(num_outputs, tiles["BN"]), num_tiles(pairs, num_experts, tiles["BM"]))
     experts_product_kernel[grid](
         a,

@@ -20,6 +20,7 @@ from tandem.ops.tiles import (
     num_tiles,
     row_tile,
 )
+from tandem.ops.tuning import tuned
 
 _NUM_STEP_TERMS = 4
 _MAX_SEGMENTS = 8
@@ -170,8 +171,9 @@ def ssd_update(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not len(x):
         return y
-    tile = min(16, triton.next_power_of_2(head_dim))
-    grid = (num_heads * triton.cdiv(head_dim, tile), len(x))
+    tiles = {"BP": min(16, triton.next_power_of_2(head_dim)), "num_warps": 4}
+    tiles = tuned("ssd_update", len(x), x.device, tiles)
+    grid = (num_heads * triton.cdiv(head_dim, tiles["BP"]), len(x))
     ssd_update_kernel[grid](
         x,
         dt,
@@ -198,9 +200,8 @@ def ssd_update(
         N=state_size,
         HEADS_PER_GROUP=num_heads // B.shape[1],
         HAS_SKIP=D is not None,
-        BP=tile,
         BN=triton.next_power_of_2(state_size),
-        num_warps=4,
+        **tiles,
     )
     return y
 

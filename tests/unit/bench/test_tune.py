@@ -1,0 +1,49 @@
+"""What is measured is written after each search; measuring itself needs a GPU (tests/gpu)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.bench import tune
+from tandem.bench.tune import Search, grid, run_tune, searches
+from tandem.ops.tuning import load
+
+
+def test_every_combination_is_a_candidate() -> None:
+    assert grid(BM=(16, 32), BK=(64,)) == ({"BM": 16, "BK": 64}, {"BM": 32, "BK": 64})
+
+
+def test_searches_of_an_op_ascend() -> None:
+    found: dict[str, list[int]] = {}
+    for search in searches():
+        found.setdefault(search.op, []).append(search.upto)
+        assert search.candidates
+    assert {"experts_product", "attention_decode", "attention_prefill", "ssd_update"} == set(found)
+    assert all(sizes == sorted(set(sizes)) for sizes in found.values())
+
+
+def test_each_entry_is_in_the_file_before_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.json"
+    old = {"kept": [{"upto": 1, "tiles": {"BM": 1}}], "ssd_update": [{"upto": 9, "tiles": None}]}
+    path.write_text(json.dumps({"device": "old", "tiles": old}))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
+    monkeypatch.setattr(tune, "version", lambda name: "1.2")
+    seen = []
+
+    def measure(search: Search) -> dict:
+        seen.append(len(json.loads(path.read_text())["tiles"]["ssd_update"]))
+        return {"upto": search.upto, "tiles": {"BP": 8}, "us": 1.0, "default_us": 2.0}
+
+    monkeypatch.setattr(tune, "measure", measure)
+    content = run_tune("ssd", path)
+    assert seen == [1, 1, 2]  # the old entry until the first is measured
+    assert json.loads(path.read_text()) == content
+    assert (content["device"], content["triton"]) == ("NVIDIA Test", "1.2")
+    assert load(path) == {
+        "kept": [(1, {"BM": 1})],
+        "ssd_update": [(1, {"BP": 8}), (8, {"BP": 8}), (256, {"BP": 8})],
+    }
