@@ -330,6 +330,14 @@ def create_app(
     async def pools() -> Response:
         return _json(await backend.stats())
 
+    @app.post("/debug/flush", response_model=None)
+    async def flush() -> Response:
+        """Drop cached pages that no request uses; the reply is `/debug/pools` after it."""
+        if backend.info.role == "router":
+            raise HTTPException(404, "a router keeps no pages; ask its engines")
+        await backend.flush_prefix_cache()
+        return _json(await backend.stats())
+
     @app.get("/debug/requests", response_model=None)
     async def requests() -> Response:
         return _json({"requests": await backend.timelines()})

@@ -79,13 +79,6 @@ def internal_routes(
         await backend.release_ticket((await signed_body(request)).decode(errors="replace"))
         return Response(status_code=204)
 
-    @router.post("/flush", response_model=None)
-    async def flush() -> Response:
-        """Drop cached pages that no request uses. The reply: `/debug/pools` after it, as JSON."""
-        await backend.flush_prefix_cache()
-        stats = await backend.stats()
-        return Response(msgspec.json.encode(stats), media_type="application/json")
-
     @router.get("/info", response_model=None)
     async def info(request: Request) -> Response:
         health = await backend.health()

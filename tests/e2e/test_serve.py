@@ -221,7 +221,7 @@ def test_the_next_turn_of_a_chat_is_read_in_part_and_says_the_same(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert pools_of(pair, "decode")["cached_num_pages"] > 0
-    pools = httpx.post(f"{url}/internal/flush", trust_env=False).json()
+    pools = httpx.post(f"{url}/debug/flush", trust_env=False).json()
     assert pools["cached_num_pages"] == 0
     assert pools["pool_free_slabs"] == pools["pool_num_slabs"]
 

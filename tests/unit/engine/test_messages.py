@@ -7,6 +7,7 @@ from tandem import errors
 from tandem.config.args import build_config
 from tandem.engine import messages
 from tandem.engine.messages import Failure
+from tandem.engine.transfer_watch import TransferReport
 from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
 from tandem.scheduler.step import Chunk, NewRequest, Sample, StepPlan, StepResult
 from tandem.state.ticket import Ticket, TokenLogprob
@@ -88,6 +89,7 @@ TO_CORE = [
     messages.ReleaseTicket("t"),
     messages.FlushCache(),
     messages.DebugQuery(3),
+    messages.DetailQuery(4, True),
 ]
 TO_FRONTEND = [
     messages.EngineInfo("e", "m", 512, 4096, (1, 2), "prefill", "tcp://h:1", "g", 30.0, 2),
@@ -95,6 +97,7 @@ TO_FRONTEND = [
     messages.Deltas([DELTA, TokenDelta(request_id="s", token_ids=[])]),
     messages.Refused("r", Failure("CapacityError", "full")),
     messages.Heartbeat({"steps_total": 3.0, "is_idle": 1.0}, "why", 4),
+    messages.Detail(4, [{"request_id": "r"}], TransferReport(failures={"deadline": 1})),
 ]
 TO_RANK = [
     messages.Execute(PLAN),

@@ -455,6 +455,8 @@ def test_metrics_and_pools():
         http.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 0})
         text = http.get("/metrics").text
         pools = http.get("/debug/pools").json()
+        assert http.post("/debug/flush").json() == pools
+        assert engine.counts["flushed"] == 1
         engine.delay_s = 60
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json={"prompt": [5]}, timeout=0.2)

@@ -54,12 +54,6 @@ def generate(http, engine_request):
     return FrameReader().feed(reply.content)
 
 
-def test_a_flush_answers_with_the_pools_after_it(http, engine):
-    reply = http.post("/internal/flush")
-    assert (reply.status_code, engine.counts["flushed"]) == (200, 1)
-    assert reply.json() == http.get("/debug/pools").json()
-
-
 def test_tokens_come_in_frames(http):
     deltas = generate(http, request())
     assert [t for delta in deltas for t in delta.token_ids] == tokens_of("hell")
