@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from tandem.config.engine import (
@@ -20,6 +21,7 @@ from tandem.config.engine import (
     SchedulerOptions,
     TransferOptions,
 )
+from tandem.errors import ConfigError
 
 SECTIONS: dict[str, type] = {
     "model_options": ModelOptions,
@@ -66,15 +68,22 @@ def flag_parameters() -> list[inspect.Parameter]:
 def build_config(model: str, values: Mapping[str, Any]) -> EngineConfig:
     """Sort flag values into their sections. Values that are absent keep their defaults.
 
-    Raises: ConfigError for a value that a section refuses.
+    Raises: ConfigError for a value that a section refuses, or of another type.
     """
-    sections = {
-        name: section(
-            **{item.name: values[item.name] for item in fields(section) if item.name in values}
-        )
-        for name, section in SECTIONS.items()
-    }
+    sections = {name: section(**_given(section, values)) for name, section in SECTIONS.items()}
     return EngineConfig(model=model, **sections)
+
+
+def _given(section: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values for one section. Those of a command line have their types; others may not."""
+    hints = typing.get_type_hints(section)
+    given = {item.name: values[item.name] for item in fields(section) if item.name in values}
+    for name, value in given.items():
+        try:
+            msgspec.convert(value, hints[name])
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{name}={value!r}: {error}") from error
+    return given
 
 
 def command_line(config: EngineConfig) -> list[str]:

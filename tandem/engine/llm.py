@@ -21,7 +21,7 @@ from tandem.engine.outputs import (
     split_choices,
 )
 from tandem.engine.tokenizer import Tokenizer
-from tandem.errors import EngineDeadError, RequestError, TandemError
+from tandem.errors import ConfigError, EngineDeadError, RequestError, TandemError
 from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
 
 Prompt = str | Sequence[int]
@@ -126,7 +126,9 @@ class LLM:
             self._finish(sequence)
 
     def stats(self) -> dict[str, float]:
-        """Counters and pools of the engine."""
+        """Counters and pools of the engine. Raises: EngineDeadError once it is closed or lost."""
+        if self._dead is not None or not self._thread.is_alive():
+            raise self._dead or EngineDeadError("the engine is closed")
         return self._core.stats()
 
     def close(self) -> None:
@@ -250,6 +252,12 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise TypeError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+    role = settings.get("role", "colocated")
+    if role != "colocated":
+        raise ConfigError(
+            f"role={role!r}: an offline engine has no peers; leave it out, or start a server with "
+            "tandem serve --role"
+        )
     return settings
 
 

@@ -55,7 +55,8 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """Read the tokenizer of an HF checkpoint folder.
 
-        Raises: ModelError when there is no folder or no `tokenizer.json`, or it cannot be read.
+        Raises: ModelError when there is no folder or no `tokenizer.json`, it cannot be read, or its
+            chat template is no template.
         """
         path = Path(folder)
         if not path.is_dir():
@@ -70,6 +71,7 @@ class Tokenizer:
         except Exception as error:  # the readers below raise plain Exception for broken files
             raise ModelError(f"the tokenizer in {path} cannot be read: {error}") from error
         tokenizer = cls(fast)
+        tokenizer._check_template(path)
         tokenizer._files = {
             name: (path / name).read_bytes() for name in FILE_NAMES if (path / name).is_file()
         }
@@ -110,6 +112,19 @@ class Tokenizer:
         """
         text = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return str(text)
+
+    def _check_template(self, path: Path) -> None:
+        """What cannot be compiled would fail every chat; what refuses these messages is well."""
+        if not self.has_chat_template:
+            return
+        try:
+            self._fast.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template in {path} is no valid Jinja, line {error.lineno}: {error}"
+            ) from error
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+            return
 
     @property
     def has_chat_template(self) -> bool:

@@ -273,7 +273,8 @@ class PairBackend:
             if not self._usable(role):
                 seen = "; ".join(f"{link.url}: {link.standing.reason}" for link in links)
                 reasons.append(f"no {role} engine is ready ({seen or 'none given'})")
-        return Health(not reasons, "; ".join(reasons) or None)
+        # Decode engines alone compute prompts themselves: slower, and not refused.
+        return Health(bool(self._usable("decode")), "; ".join(reasons) or None)
 
     async def timelines(self) -> list[dict[str, Any]]:
         """The router's own: legs, their engines, tickets, retries. Engines have theirs, by leg."""

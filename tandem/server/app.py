@@ -8,7 +8,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -56,6 +56,7 @@ _MANY_MESSAGES = 256
 _CLIENT_GONE_STATUS = 499
 
 Handler = Callable[[Request], Awaitable[Response]]
+Route = TypeVar("Route", bound=Callable[..., Awaitable[Response]])
 
 
 class _Endpoints:
@@ -296,11 +297,15 @@ def create_app(
     post("/v1/completions", endpoints.completions)
     post("/v1/chat/completions", endpoints.chat)
 
-    @app.get("/v1/models", response_model=None)
+    def get(path: str) -> Callable[[Route], Route]:
+        """A route to read; HEAD answers as GET does, and uvicorn leaves the body out."""
+        return app.api_route(path, methods=["GET", "HEAD"], response_model=None)
+
+    @get("/v1/models")
     async def models() -> Response:
         return _json({"object": "list", "data": [_model_card(backend.info)]})
 
-    @app.get("/v1/models/{name:path}", response_model=None)
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name != backend.info.name:
             raise ApiError(
@@ -311,22 +316,24 @@ def create_app(
             )
         return _json(_model_card(backend.info))
 
-    @app.get("/health", response_model=None)
+    @get("/health")
     async def health() -> Response:
         if gate.is_closed:
             return _json({"status": "draining", "reason": "it is being stopped"}, 503)
         state = await backend.health()
+        if state.is_ready and state.reason is not None:
+            return _json({"status": "degraded", "reason": state.reason})
         if state.is_ready:
             return _json({"status": "ready"})
         return _json({"status": "not ready", "reason": state.reason}, 503)
 
-    @app.get("/metrics", response_model=None)
+    @get("/metrics")
     async def metrics_text() -> Response:
         stats, transfers = await asyncio.gather(backend.stats(), backend.transfers())
         text = metrics.render(stats, transfers)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/debug/pools", response_model=None)
+    @get("/debug/pools")
     async def pools() -> Response:
         return _json(await backend.stats())
 
@@ -338,7 +345,7 @@ def create_app(
         await backend.flush_prefix_cache()
         return _json(await backend.stats())
 
-    @app.get("/debug/requests", response_model=None)
+    @get("/debug/requests")
     async def requests() -> Response:
         return _json({"requests": await backend.timelines()})
 

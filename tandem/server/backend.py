@@ -24,7 +24,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Health:
-    """`reason` says why new requests should go elsewhere."""
+    """`reason` says why new requests should go elsewhere, or what is amiss all the same."""
 
     is_ready: bool
     reason: str | None = None

@@ -18,6 +18,12 @@ from tandem.server.replies import finite_logprob
 from tandem.state.ticket import Ticket, TokenLogprob
 
 _FIELD = "kv_transfer_params"
+_KNOWN = frozenset(
+    {
+        *("do_remote_decode", "do_remote_prefill", "ticket"),
+        *("remote_engine_id", "remote_host", "remote_port", "remote_block_ids"),
+    }
+)
 
 
 def with_transfer(
@@ -27,6 +33,12 @@ def with_transfer(
 
     Raises: ApiError when `params` do not fit this engine or this request.
     """
+    for name, value in params.items():
+        if name not in _KNOWN and value is not None:
+            raise ApiError(
+                f"{_FIELD}.{name} is not supported; expected {', '.join(sorted(_KNOWN))}",
+                param=_FIELD,
+            )
     is_prefill = _flag(params, "do_remote_decode")
     is_decode = _flag(params, "do_remote_prefill")
     if is_prefill and is_decode:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -31,6 +32,11 @@ _IDLE_MS = 1000
 _IDLE_CHANNEL_S = 600.0
 # Tickets name addresses, and each address costs a socket: ZMQ's limit for a context is 1023.
 _MAX_CHANNELS = 512
+# Incarnations that are remembered: each start of a prefill engine is another one. Of a forgotten
+# one nobody can say any more that it is dead: its reads end by their deadline.
+_MAX_MET = 1024
+
+Value = TypeVar("Value")
 
 
 class OpenEvent(msgspec.Struct, frozen=True):
@@ -80,8 +86,10 @@ class TicketClient:
         self._wake_writer.setblocking(False)
         self._context = zmq.Context(io_threads=1)
         self._channels: dict[str, PeerChannel] = {}
-        self._met: dict[str, dict[str, PeerInfo]] = {}  # engine_id -> generation -> peer
-        self._replaced: set[tuple[str, str]] = set()
+        # By engine_id and generation, the last one met at the end. Replaced by the thread, never
+        # changed: others read them.
+        self._met: dict[tuple[str, str], PeerInfo] = {}
+        self._replaced: dict[tuple[str, str], None] = {}
         self._is_closing = False
         self._close_deadline = 0.0
         self._thread = threading.Thread(target=self._run, name="ticket-client", daemon=True)
@@ -148,7 +156,7 @@ class TicketClient:
     def is_peer_dead(self, engine_id: str, generation: str) -> bool:
         """Whether an incarnation met before has certainly ended: all of its processes on this
         host are gone, or another one answers at its address. False if that cannot be known."""
-        peer = self._met.get(engine_id, {}).get(generation)
+        peer = self._met.get((engine_id, generation))
         if peer is None:
             return False
         processes = [peer.process, *(info.process for info in peer.ranks)]
@@ -279,9 +287,9 @@ class TicketClient:
 
     def _on_asked(self, asked: Asked) -> None:
         if asked.peer is not None:
-            self._met.setdefault(asked.peer.engine_id, {})[asked.peer.generation] = asked.peer
+            self._met = _with_last(self._met, asked.peer.key, asked.peer)
         if asked.replaced is not None:
-            self._replaced.add(asked.replaced)
+            self._replaced = _with_last(self._replaced, asked.replaced, None)
         if asked.request_id is None:
             return
         self._events.put(
@@ -297,3 +305,11 @@ class TicketClient:
         )
         if self._notify is not None:
             self._notify()
+
+
+def _with_last(
+    table: dict[tuple[str, str], Value], key: tuple[str, str], value: Value
+) -> dict[tuple[str, str], Value]:
+    """The table with one entry more, or renewed, at its end; the oldest of too many goes."""
+    items = [item for item in table.items() if item[0] != key]
+    return dict([*items, (key, value)][-_MAX_MET:])

@@ -84,9 +84,11 @@ class Served:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200
+            health = httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False)
         except httpx.TransportError:
             return False
+        # A pair without one of its engines is "degraded".
+        return health.status_code == 200 and health.json()["status"] == "ready"
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_S

@@ -162,7 +162,8 @@ class Server:
             reply = httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False)
         except httpx.TransportError:
             return False
-        return reply.status_code == 200
+        # A router without one of its roles is "degraded".
+        return reply.status_code == 200 and reply.json()["status"] == "ready"
 
     def wait_until_ready(self) -> None:
         def is_ready() -> bool:

@@ -1,6 +1,7 @@
 """The offline API on the model that ships: order, mixtures, refusals, early ends."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from tandem import LLM, SamplingParams
-from tandem.errors import EngineDeadError, RequestError
+from tandem.errors import ConfigError, EngineDeadError, RequestError
 from tests.docs.markdown import ROOT
 
 PROMPT = "And it came to pass"
@@ -135,3 +136,21 @@ def test_closing_fails_what_runs_and_what_comes() -> None:
     engine.close()
     with pytest.raises(EngineDeadError, match="closed"):
         engine.generate(PROMPT, GREEDY)
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.stats()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp": "2"}, "tp='2': Expected `int`"),
+        ({"tp": True}, "tp=True: Expected `int`"),
+        ({"page_tokens": 16.5}, "page_tokens=16.5"),
+        ({"dtype": 16}, "dtype=16"),
+        ({"role": "prefill"}, "role='prefill': an offline engine has no peers"),
+        ({"role": "decode"}, "role='decode'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LLM(MODEL, **settings)

@@ -42,6 +42,16 @@ def test_folder_without_tokenizer_is_refused(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+def test_a_broken_chat_template_is_refused_at_once(tmp_path):
+    for name, content in byte_level().files().items():
+        (tmp_path / name).write_bytes(content)
+    assert Tokenizer.load(tmp_path).has_chat_template
+    template = "{% for message in messages %}\n{{ message.content }"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match="no valid Jinja, line 2"):
+        Tokenizer.load(tmp_path)
+
+
 def test_chat_template_refusals_name_the_reason():
     with pytest.raises(RequestError, match="unknown role robot") as caught:
         byte_level().render_chat([{"role": "robot", "content": "x"}])

@@ -341,11 +341,20 @@ def test_request_that_an_engine_refuses_is_the_clients_error(cluster, role):
     wait_until(lambda: all(engine.held == {} for engine in cluster.prefill))
 
 
-def test_health_needs_one_engine_of_each_role(cluster):
-    assert cluster.http.get("/health").status_code == 200
-    cluster.decode[0].not_ready = cluster.decode[1].not_ready = "draining"
+def test_health_needs_a_decode_engine_and_says_when_there_is_no_other(cluster):
+    assert cluster.http.get("/health").json() == {"status": "ready"}
+    cluster.prefill[0].not_ready = cluster.prefill[1].not_ready = "busy"
+    wait_until(lambda: cluster.http.get("/health").json()["status"] == "degraded")
+    health = cluster.http.get("/health")
+    assert health.status_code == 200
+    assert "no prefill engine is ready" in health.json()["reason"]
+    assert cluster.answer()["choices"][0]["text"]
+    assert cluster.requests("prefill") == []
+    cluster.decode[0].not_ready = cluster.decode[1].not_ready = "busy"
     wait_until(lambda: cluster.http.get("/health").status_code == 503)
     assert "no decode engine is ready" in cluster.http.get("/health").json()["reason"]
+    cluster.prefill[0].not_ready = cluster.prefill[1].not_ready = None
+    wait_until(lambda: "no prefill" not in cluster.http.get("/health").json()["reason"])
     # Refused before a prefill that nobody could continue.
     assert cluster.ask().status_code == 503
     assert cluster.requests("prefill") == []

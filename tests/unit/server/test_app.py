@@ -410,6 +410,17 @@ def test_streaming_client_that_leaves_during_prefill_aborts(http, engine):
     wait_until(lambda: engine.counts["aborted"] == 1)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/metrics", "/debug/pools", "/debug/requests", "/v1/models", "/v1/models/tiny"],
+)
+def test_head_answers_as_get_does_without_a_body(http, path):
+    head, get = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert get.content
+
+
 def test_a_closed_gate_refuses_what_is_new_and_lets_the_rest_go_on(engine):
     engine.script = tokens_of("hello")
     engine.delay_s = 0.02

@@ -94,6 +94,8 @@ def test_misuse_is_refused_by_name(pair):
         (decode, {"prompt": "a"}, {**params, "ticket": {"ticket_id": 3}}, "ticket"),
         (decode, {"prompt": "a"}, {**params, "do_remote_decode": True}, "both true"),
         (decode, {"prompt": "a"}, {"do_remote_prefill": "yes"}, "true or false"),
+        (decode, {"prompt": "a"}, {**params, "tp_size": 2}, "kv_transfer_params.tp_size"),
+        (prefill, {"prompt": "a"}, {"do_remote_decode": True, "ticket_id": "t"}, "ticket_id"),
     ]
     for http, body, transfer, words in cases:
         reply = http.post("/v1/completions", json={**body, "kv_transfer_params": transfer})
@@ -103,6 +105,6 @@ def test_misuse_is_refused_by_name(pair):
 
 
 def test_parameters_that_ask_for_nothing_are_served(pair):
-    for params in (None, {}, {"do_remote_decode": False, "remote_host": None}):
+    for params in (None, {}, {"do_remote_decode": False, "remote_host": None, "other": None}):
         body = {"prompt": "a", "max_tokens": 3, "kv_transfer_params": params}
         assert pair[3].post("/v1/completions", json=body).json()["choices"][0]["text"] == "hel"

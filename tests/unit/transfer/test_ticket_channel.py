@@ -239,6 +239,21 @@ def test_a_restart_under_the_same_address_is_met_anew(prefill, client):
     assert "was restarted" in by_request["r1"].error
 
 
+def test_incarnations_of_long_ago_are_forgotten(prefill, client, monkeypatch):
+    """Engines that start again and again must not fill the memory of those that read from them."""
+    monkeypatch.setattr("tandem.transfer.ticket_client._MAX_MET", 3)
+    engine = prefill(generation="g0")
+    for number in range(6):
+        if number:
+            engine.server.close()
+            engine = prefill(generation=f"g{number}", port=engine.port)
+        client.open(f"r{number}", engine.grant(f"t{number}"))
+        assert event(client).status == "open"
+        client.forget(f"r{number}")
+    assert [generation for _, generation in client._met] == ["g3", "g4", "g5"]
+    assert len(client._replaced) == 3
+
+
 def test_a_ticket_of_an_earlier_incarnation_is_refused(prefill, client):
     engine = prefill(generation="g2")
     engine.leases.grant("t1")
