@@ -54,5 +54,11 @@ async def _leave_all(trial: Trial) -> None:
 
 
 SCENARIOS = [
-    Scenario("aborts", f"{NUM_ABORTS:,} clients that leave at random moments", _leave),
+    Scenario(
+        "aborts",
+        f"{NUM_ABORTS:,} clients that leave at random moments",
+        _leave,
+        num_prefill=1,
+        num_decode=1,
+    ),
 ]

@@ -15,7 +15,11 @@ input()
 
 def test_a_tree_has_descendants_and_what_they_hold() -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert parent.stdout is not None
     with parent:
