@@ -8,6 +8,7 @@ from tandem.bench.faults.cluster import Cluster
 from tandem.bench.faults.network import Network, Rule, why_not
 from tandem.bench.faults.scenarios.scenario import MORE_FLAGS, Scenario, reach
 from tandem.bench.faults.trial import Trial
+from tandem.config.secret import SECRET_VARIABLE, new_cluster_secret
 
 _CUT_S = 16.0
 _SLOW = Rule(delay_s=0.05, jitter_s=0.05)
@@ -27,7 +28,11 @@ class NetworkCluster(Cluster):
                 num_decode=2,
                 flags=flags,
                 more_flags=MORE_FLAGS,
-                environment={"UCX_TLS": "tcp,self"},
+                environment={
+                    "UCX_TLS": "tcp,self",
+                    # Beyond loopback, engines and router prove it to each other.
+                    SECRET_VARIABLE: new_cluster_secret(),
+                },
                 places={name: self.network.place(name) for name in names},
                 environments={
                     name: {"UCX_NET_DEVICES": self.network.device(name)} for name in names

@@ -1,8 +1,8 @@
 """What a scenario is, and the states of requests in which engines are broken."""
 
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.bench.faults.cluster import Cluster, Server
@@ -24,12 +24,13 @@ class Scenario:
     num_decode: int = 2
     is_tcp: bool = False  # UCX over TCP, as between hosts
     flags: tuple[str, ...] = ()
+    more_flags: Mapping[str, Sequence[str]] = field(default_factory=lambda: MORE_FLAGS)
     is_alone: bool = False  # its cluster serves no other scenario
 
     @property
     def needs(self) -> tuple[object, ...]:
         """Scenarios of equal needs may share a cluster."""
-        return self.num_prefill, self.num_decode, self.is_tcp, self.flags
+        return self.num_prefill, self.num_decode, self.is_tcp, self.flags, str(self.more_flags)
 
     def skip_reason(self) -> str | None:
         """Why it cannot run on this machine, or None."""
@@ -42,7 +43,7 @@ class Scenario:
             num_prefill=self.num_prefill,
             num_decode=self.num_decode,
             flags=(*flags, *self.flags),
-            more_flags=MORE_FLAGS,
+            more_flags=self.more_flags,
             environment={"UCX_TLS": "tcp,self"} if self.is_tcp else {},
         )
         return cluster.start()

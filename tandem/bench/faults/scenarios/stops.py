@@ -1,5 +1,6 @@
 """SIGSTOP of an engine with requests in each state, and SIGCONT after its peers gave it up."""
 
+import os
 import signal
 from functools import partial
 
@@ -27,7 +28,29 @@ def _stop_in_each_state(trial: Trial, role: str) -> None:
         trial.mend()
 
 
+def _lose_a_rank(trial: Trial) -> None:
+    """The others wait for it inside a collective, so the engine is lost with it."""
+    p, d = trial.cluster.prefill[0], trial.cluster.decode[0]
+    for victim in (p, d):
+        for number, what in ((signal.SIGSTOP, "stopped"), (signal.SIGKILL, "killed")):
+            reach(trial, "decoding", p, d)
+            *_, rank = victim.pids()
+            fault = trial.inject(f"a rank of {victim.name} {what}", partial(os.kill, rank, number))
+            trial.wait_for_affected(fault)
+            trial.let_run(1.0)
+            victim.signal(signal.SIGCONT)
+            trial.let_run(1.0)
+            trial.mend()
+
+
 SCENARIOS = [
+    Scenario(
+        "ranks",
+        "SIGSTOP and SIGKILL of one of two ranks of a prefill and of a decode engine",
+        _lose_a_rank,
+        is_tcp=True,
+        more_flags=dict.fromkeys(("p0", "d0"), ("--tp", "2")),
+    ),
     Scenario(
         "stop-prefill",
         "SIGSTOP of a prefill engine in each state of its requests, SIGCONT 16 s later",
