@@ -19,7 +19,6 @@ from tandem.errors import EngineDeadError
 # that are kept for a while.
 MAX_RSS_GROWTH_MIB = 48.0
 MAX_THREAD_GROWTH = 2
-MAX_FD_GROWTH = 12
 _SETTLE_S = 60.0
 
 
@@ -42,6 +41,7 @@ class Limits:
     """What a trial holds the engines to."""
 
     recover_s: float = 15.0  # the deadline of 10 s, and what the work itself takes meanwhile
+    num_fds: int = 12  # more than before in one process
     idle_s: float = 45.0  # until every page and slot is free again: a lease, and then some
 
 
@@ -188,7 +188,7 @@ class Trial:
             }
             name = f"{server} {before.name.rpartition('.')[2]}"
             growth[name] = grown
-            limits = (MAX_RSS_GROWTH_MIB, MAX_THREAD_GROWTH, MAX_FD_GROWTH)
+            limits = (MAX_RSS_GROWTH_MIB, MAX_THREAD_GROWTH, self.limits.num_fds)
             for (what, value), limit in zip(grown.items(), limits, strict=True):
                 if value > limit:
                     self.problems.append(f"{name} has grown: {what} by {value} (limit {limit:g})")
