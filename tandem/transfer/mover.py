@@ -170,7 +170,8 @@ class RankMover:
         link = self._links.get(peer.key)
         if link is not None and link.peer == peer:
             return
-        self._drop_peer(peer.key)
+        self._refused.pop(peer.key, None)
+        old = self._links.pop(peer.key, None)
         self._forget_oldest()
         try:
             self._links[peer.key] = PeerLink(
@@ -185,6 +186,10 @@ class RankMover:
                 error,
             )
             self._refused[peer.key] = str(error)
+        # Only now: each time that UCX removes a living peer and meets it again, two connections
+        # stay open on both sides (NIXL 1.5.1).
+        if old is not None:
+            old.retire()
 
     def _forget_oldest(self) -> None:
         """Incarnations come and go, and each keeps descriptors prepared."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -186,6 +187,29 @@ def test_the_death_of_a_source_in_mid_read_is_reported_within_seconds(make_pair,
     pair.post("later")
     event = pair.event()
     assert (event.request_id, event.status, event.is_peer_lost) == ("later", "failed", True)
+
+
+def num_connections() -> int:
+    """TCP connections of this process."""
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    open_ones = {f"socket:[{words[9]}]" for words in map(str.split, lines) if words[3] == "01"}
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(str(link) in open_ones for link in links)
+
+
+def test_a_living_peer_that_is_met_anew_leaves_no_connections_behind(make_pair, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    pair = make_pair()
+    pair.post("first")
+    assert pair.event().status == "done"
+    before = num_connections()
+    assert before > 0
+    for number in range(3):
+        pair.peer = msgspec.structs.replace(pair.peer, address=f"tcp://127.0.0.1:{number + 1}")
+        pair.reader.add_peer(pair.peer)
+        pair.post(f"again {number}")
+        assert pair.event().status == "done"
+    assert num_connections() == before
 
 
 def test_a_source_that_died_before_the_read_fails_it_at_once(make_pair):
