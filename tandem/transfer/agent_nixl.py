@@ -112,7 +112,12 @@ class NixlAgent:
                 f"the peer's {len(metadata)} bytes of NIXL metadata are refused: {error}; "
                 "check that both engines run the same version of NIXL"
             ) from error
-        return name.decode() if isinstance(name, bytes) else str(name)
+        try:
+            return name.decode() if isinstance(name, bytes) else str(name)
+        except UnicodeDecodeError as error:
+            raise HandshakeError(
+                f"the peer's NIXL metadata names an agent {name!r}; expected text"
+            ) from error
 
     def remove_peer(self, peer: str) -> None:
         try:

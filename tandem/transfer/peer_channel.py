@@ -98,8 +98,9 @@ class PeerChannel:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_NBYTES)
-        # Nothing is queued for a peer that is not there: a later incarnation would receive it.
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Not IMMEDIATE, although a later incarnation may receive what was queued for this one (it
+        # refuses that, by its seal or by its generation): with it libzmq 4.3 drops the rest of a
+        # message that is half read when its peer dies, and aborts the process (fq.cpp, `!_more`).
         self.socket.setsockopt(zmq.IPV6, int("[" in address))
         self.counts = dict.fromkeys(
             ("hellos", "follows", "renewals", "releases", "lost_releases", "timeouts", "refused"), 0

@@ -151,7 +151,7 @@ class ServerSeal:
         if session is None or not is_known:
             cookie = self._cookie(peer, nonces[:_NONCE_NBYTES])
             if not hmac.compare_digest(cookie, nonces[_NONCE_NBYTES:]):
-                return Opened(answer=[tag, _STALE, b""])
+                return Opened(answer=[tag, _STALE + nonces[:_NONCE_NBYTES], b""])
             session = _session(self._secret, nonces, key_in=_TO_SERVER, key_out=_TO_CLIENT)
         if not session.take(tag, seal, payload):
             if is_known:
@@ -224,8 +224,10 @@ class ClientSeal:
                 f"prefill engine at {self._address} has no cluster secret; {_SAME_SECRET}"
             )
         if kind == _STALE:
-            self._session = None
-            self._nonce = os.urandom(_NONCE_NBYTES)
+            # Several messages may have been under way; what is said of an older session is over.
+            if self._session is not None and seal[1:] == self._nonce:
+                self._session = None
+                self._nonce = os.urandom(_NONCE_NBYTES)
             return None
         if kind == _CHALLENGE and len(seal) == _CHALLENGE_NBYTES:
             self._on_challenge(tag, seal)
