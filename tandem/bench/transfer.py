@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tandem.bench.move_rates import measure_copy, measure_moves
+from tandem.bench.move_rates import measure_moves
 from tandem.bench.offline import random_prompt
 from tandem.config.engine import EngineConfig
 from tandem.config.model import ModelConfig, load_model_config
@@ -73,14 +73,12 @@ def run_transfer(
         state_dtype=config.model_options.state_dtype,
     )
     config = _fitted(config, model, max(prompts))
-    copies = [measure_copy()]
-    moves = measure_moves(
+    moves, copy_rate = measure_moves(
         shapes,
         num_tokens=move_tokens,
         page_tokens=config.cache.page_tokens,
         num_rounds=_MOVE_ROUNDS,
     )
-    copies.append(measure_copy())
     rows = asyncio.run(_measure(config, model, prompts, num_rounds))
     return {
         "model": model.name,
@@ -91,7 +89,7 @@ def run_transfer(
         "second_token": [asdict(row) for row in rows],
         "moved_model": shapes.name,
         "move_tokens": move_tokens,
-        "copy_gbytes_per_s": max(copies) / 1e9,
+        "copy_gbytes_per_s": copy_rate / 1e9,
         "moves": [asdict(row) | {"best_gbytes_per_s": row.best_gbytes_per_s} for row in moves],
     }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem.bench import transfer
+from tandem.bench import move_rates, transfer
 from tandem.bench.move_rates import PAIRS
 from tandem.config.args import build_config
 from tandem.config.model import load_model_config
@@ -17,7 +17,7 @@ from tests.tiny_models import save_tiny
 @pytest.mark.slow
 @pytest.mark.nixl
 def test_second_tokens_and_moves_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "measure_copy", lambda: 1e10)
+    monkeypatch.setattr(move_rates, "measure_copy", lambda: 1e10)
     folder = str(save_tiny("nemotron_h", tmp_path))
     model = load_model_config(folder)
     result = transfer.run_transfer(
