@@ -523,3 +523,49 @@ def test_both_sides_show_what_happened_to_a_request(engines: Engines) -> None:
     assert num_descriptors == stats["transfer_num_descriptors"]
     assert after.failures == before.failures
     assert (after.num_quarantined, after.quarantined_nbytes) == (0, 0)
+
+
+def test_counters_never_fall_and_no_number_is_negative(engines: Engines) -> None:
+    """Whatever happens to requests: reads, aborts in any state, tickets that are given back."""
+    cores = engines.get("prefill", 1), engines.get("decode", 1)
+    prefill, decode = cores
+    seen: list[dict[str, float]] = [{}, {}]
+
+    def look() -> None:
+        for index, core in enumerate(cores):
+            now = core.stats()
+            assert min(now.values()) >= 0, now
+            falls = {
+                name: (seen[index][name], value)
+                for name, value in now.items()
+                if is_counter(name) and value < seen[index].get(name, 0)
+            }
+            assert not falls
+            seen[index] = now
+
+    prompts = random_prompts([20, 60, 33, 9], seed=77)
+    for number, prompt in enumerate(prompts):
+        item = request(f"count{number}", prompt, greedy(12))
+        ticket = hold(prefill, item)
+        look()
+        if number == 3:
+            prefill.release_ticket(ticket.ticket_id)
+        else:
+            decode.add(msgspec.structs.replace(item, ticket=ticket))
+        for step in range(25):
+            if (number, step) in {(1, 0), (2, 12)}:
+                decode.abort(item.request_id)
+            for core in cores:
+                core.step()
+            look()
+            time.sleep(0.001)
+    wait_until_idle(prefill, decode)
+    look()
+    assert sum(map(is_counter, seen[1])) > 10
+
+
+def is_counter(name: str) -> bool:
+    gauges = ("leases_active", "leases_computing")
+    return name.endswith("_total") or (
+        name.startswith(("transfer_", "leases_")) and name not in gauges
+    )
