@@ -15,7 +15,7 @@ from tandem.state.arena import build_geometry
 from tandem.state.spec import StateSpec
 from tandem.transfer.agent_nixl import NixlAgent
 from tandem.transfer.layout import RankInfo, RankLayout
-from tandem.transfer.source import RankSource
+from tandem.transfer.passive import PassiveRank
 
 _ALIGNMENT = 4096
 
@@ -46,11 +46,11 @@ class BenchRank:
 
 def main() -> None:
     settings = read_settings(SourceSettings)
-    kept: list[tuple[BenchRank, RankSource]] = []
+    kept: list[tuple[BenchRank, PassiveRank]] = []
     engines: list[list[RankInfo]] = []
     for specs in settings.engines:
         ranks = [BenchRank(spec, settings.num_slabs) for spec in specs]
-        sources = [RankSource(NixlAgent("bench-P"), rank.layout) for rank in ranks]
+        sources = [PassiveRank(NixlAgent("bench-P"), rank.layout) for rank in ranks]
         kept += zip(ranks, sources, strict=True)
         engines.append([source.info for source in sources])
     with os.fdopen(settings.answer_fd, "wb") as pipe:

@@ -115,6 +115,9 @@ class ParallelOptions:
 @dataclass(frozen=True)
 class TransferOptions:
     role: str = setting("colocated", "colocated (no peers), prefill or decode")
+    transfer: str = setting(
+        "pull", "pull: decode engines read state; push: prefill engines write it; alike on both"
+    )
     side_channel_host: str = setting("127.0.0.1", "address on which decode engines reach this one")
     side_channel_port: int = setting(0, "port of the side channel; 0: any free one")
     cluster_secret_file: str | None = setting(
@@ -137,6 +140,10 @@ class TransferOptions:
             f"role={self.role!r}; expected colocated, prefill or decode",
         )
         _require(
+            self.transfer in ("pull", "push"),
+            f"transfer={self.transfer!r}; expected pull or push",
+        )
+        _require(
             self.on_failure in ("recompute", "fail"),
             f"on_failure={self.on_failure!r}; expected recompute or fail",
         )
@@ -154,6 +161,15 @@ class TransferOptions:
             f"deadline_s={self.deadline_s} must be positive and below lease_s={self.lease_s}: "
             "a reader must give up before its lease ends",
         )
+
+    @property
+    def is_push(self) -> bool:
+        return self.transfer == "push"
+
+    @property
+    def is_mover(self) -> bool:
+        """Whether the ranks of this role move bytes; those of the other one only let them."""
+        return self.role == ("prefill" if self.is_push else "decode")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from tandem.config.secret import read_cluster_secret, require_secret
 from tandem.engine.executor import Executor, start_executor
 from tandem.engine.holds import HoldDesk
 from tandem.engine.messages import EngineInfo
+from tandem.engine.pushes import PushDesk
 from tandem.engine.reads import ReadDesk, ReadOutcome
 from tandem.engine.sizing import log_sizing, size_engine
 from tandem.engine.transfer_watch import TransferReport
@@ -35,6 +36,7 @@ from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.step import StepPlan
 from tandem.state.ticket import Progress, Ticket
 from tandem.transfer.identity import EngineIdentity, build_model_identity, current_process
+from tandem.transfer.push_board import PushBoard
 from tandem.transfer.ticket_client import TicketClient
 from tandem.transfer.ticket_server import TicketServer
 
@@ -92,13 +94,16 @@ class EngineCore:
         self._executor: Executor = start_executor(
             config, sizing.geometry.num_slabs, self._engine_id, log_level, pulse_endpoint
         )
-        self.watch = EngineWatch(
-            config.parallel.tp, slot_nbytes=sum(placed.nbytes for placed in self._spec.slot)
-        )
+        # Of a prefill engine that writes to us, the core tells for all of its ranks.
+        self._num_movers = config.parallel.tp if config.transfer.is_mover else 1
+        slot_nbytes = sum(placed.nbytes for placed in self._spec.slot) * config.parallel.tp
+        self._slot_nbytes = slot_nbytes // self._num_movers
+        self.watch = EngineWatch(self._num_movers, slot_nbytes=self._slot_nbytes)
         self._server: TicketServer | None = None
         self._client: TicketClient | None = None
         self._holds: HoldDesk | None = None
         self._reads: ReadDesk | None = None
+        self._pushes: PushDesk | None = None
         try:
             self._start_transfer()
         except BaseException:
@@ -136,9 +141,11 @@ class EngineCore:
             tp=self._config.parallel.tp,
             process=current_process(),
             model=build_model_identity(self._model, weights=_weights_of(self._config)),
+            transfer=options.transfer,
         )
         if options.role == "prefill":
             leases: LeaseTable[Progress] = LeaseTable(lease_s=options.lease_s)
+            board = PushBoard() if options.is_push else None
             self._server = TicketServer(
                 options.side_channel_host,
                 options.side_channel_port,
@@ -146,6 +153,7 @@ class EngineCore:
                 self._executor.ranks,
                 leases,
                 self._secret,
+                board,
             )
             self._holds = HoldDesk(
                 self._cache,
@@ -154,17 +162,24 @@ class EngineCore:
                 generation=self._generation,
                 address=self._server.address,
             )
+            if board is not None:
+                self._pushes = PushDesk(
+                    board, self._executor, self._config.parallel.tp, self._cache, leases.news
+                )
         else:
             self._client = TicketClient(
-                identity, deadline_s=options.deadline_s, secret=self._secret
+                identity,
+                deadline_s=options.deadline_s,
+                secret=self._secret,
+                ranks=self._executor.ranks if options.is_push else (),
             )
             self._reads = ReadDesk(
                 self._client,
-                self._executor,
-                self._config.parallel.tp,
+                self._client if options.is_push else self._executor,
+                self._num_movers,
                 options.deadline_s,
                 self._cache.geometry.page_tokens,
-                slot_nbytes=sum(placed.nbytes for placed in self._spec.slot),
+                slot_nbytes=self._slot_nbytes,
                 watch=self.watch.transfers,
             )
 
@@ -240,7 +255,7 @@ class EngineCore:
 
     def _give_back(self, ticket: Ticket | None) -> None:
         if self._client is not None and ticket is not None:
-            self._client.release(ticket, self._config.parallel.tp)
+            self._client.release(ticket, self._num_movers)
 
     def abort(self, request_id: str) -> None:
         """End a request in any state; unknown and finished ones are ignored.
@@ -282,6 +297,9 @@ class EngineCore:
 
     def is_waiting(self) -> bool:
         """Whether something is on its way that step() should look for soon."""
+        if self._pushes is not None and self._holds is not None:
+            # Whoever waits for a ticket may ask for its state at any time.
+            return self._pushes.is_busy() or self._holds.counts().active > 0
         return self._reads is not None and self._reads.is_busy()
 
     def step(self) -> list[TokenDelta]:
@@ -291,6 +309,8 @@ class EngineCore:
         """
         if self._holds is not None:
             self._sweep(self._holds)
+        if self._pushes is not None:
+            self._pushes.advance()
         if self._reads is not None:
             self._advance_reads(self._reads)
         plan = self._scheduler.schedule()
@@ -446,6 +466,9 @@ class EngineCore:
         if self._reads is not None:
             for name, value in asdict(self._reads.totals).items():
                 stats[f"transfer_{name}"] = value
+        if self._pushes is not None:
+            for name, value in asdict(self._pushes.totals).items():
+                stats[f"pushes_{name}"] = value
         return stats
 
     def transfer_report(self) -> TransferReport:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.engine.executor import Executor
+from tandem.engine.executor import Mover
 from tandem.engine.timeline import Timelines
 from tandem.engine.transfer_watch import TransferWatch
 from tandem.log import get_logger
@@ -60,6 +60,7 @@ class _Read:
     start_token: int = 0
     posted_tokens: int = 0  # K/V up to here is read or in flight, from the pages of this attempt:
     attempt: int = 0
+    is_void: bool = False  # a part of this attempt was not moved: there must be another attempt
     is_all_posted: bool = False
     num_parts: int = 0
     parts: dict[int, _Part] = field(default_factory=dict)  # in flight
@@ -71,10 +72,13 @@ class _Read:
     num_descriptors: int = 0
     read_s: dict[int, float] = field(default_factory=dict)  # by rank
 
+    has_transport_failed: bool = False  # bytes of a part that has failed may still arrive
+
     def is_quiet(self, rank: int) -> bool:
-        return rank in self.drained_ranks or all(
-            rank in part.ended_ranks for part in self.parts.values()
-        )
+        if rank in self.drained_ranks:
+            return True
+        is_ended = all(rank in part.ended_ranks for part in self.parts.values())
+        return is_ended and not self.has_transport_failed
 
 
 @dataclass
@@ -104,8 +108,8 @@ class ReadDesk:
 
     Args:
         client: side channel to prefill engines.
-        executor: posts reads on ranks.
-        num_ranks: every one of them reads its own share.
+        mover: moves the bytes: our ranks, or the side channel where prefill engines write them.
+        num_ranks: of the mover; every one of them tells how its share of a part has ended.
         page_tokens: of our pages.
         slot_nbytes: what a slot holds on each rank, for the totals.
         deadline_s: a read of which a part takes longer is given up (the side channel has the same
@@ -116,7 +120,7 @@ class ReadDesk:
     def __init__(
         self,
         client: TicketClient,
-        executor: Executor,
+        mover: Mover,
         num_ranks: int,
         deadline_s: float,
         page_tokens: int,
@@ -125,7 +129,7 @@ class ReadDesk:
         watch: TransferWatch | None = None,
     ) -> None:
         self._client = client
-        self._executor = executor
+        self._mover = mover
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s
         self._page_tokens = page_tokens
@@ -181,7 +185,7 @@ class ReadDesk:
         read = self._reads.pop(request_id)
         self._watch.forget(request_id)
         self._client.release(read.source, self._num_ranks)
-        if not read.parts:
+        if not read.parts and not read.has_transport_failed:
             return True
         self._give_up(request_id, read)
         return False
@@ -189,7 +193,7 @@ class ReadDesk:
     def _give_up(self, request_id: str, read: _Read) -> None:
         read.is_given_up = True
         self._draining[request_id] = read
-        self._executor.give_up_move(request_id)
+        self._mover.give_up_move(request_id)
 
     def advance(self) -> list[ReadOutcome]:
         """Move every read on; never waits."""
@@ -213,7 +217,7 @@ class ReadDesk:
             if read.peer is not None and read.pages is not None and read.error is None:
                 self._post_more(request_id, read, read.peer, read.pages)
         if self._draining or any(read.parts for read in self._reads.values()):
-            for rank, event in self._executor.poll_moves():
+            for rank, event in self._mover.poll_moves():
                 outcomes += self._on_event(rank, event)
         for request_id, read in list(self._reads.items()):
             if not read.parts and (read.error is not None or (read.is_all_posted and read.is_open)):
@@ -240,6 +244,7 @@ class ReadDesk:
             if read.parts:
                 return  # their bytes must not land on those of the new attempt
             read.attempt, read.posted_tokens = progress.attempt, read.start_token
+            read.is_void = False
         ticket = progress.ticket
         if ticket is not None:
             if not read.is_all_posted:
@@ -272,6 +277,8 @@ class ReadDesk:
             src_slot=None if ticket is None else ticket.slot,
             dst_pages=tuple(pages),
             dst_slot=None if ticket is None else read.slot,
+            ticket_id=read.source.ticket_id,
+            attempt=read.attempt,
         )
         page_tokens = read.progress.page_tokens
         # A page of the source that two parts share counts with the first.
@@ -284,7 +291,7 @@ class ReadDesk:
         read.num_parts += 1
         read.posted_tokens = stop_token
         self.totals.parts += 1
-        self._executor.post_move(peer, command)
+        self._mover.post_move(peer, command)
         self._watch.posted(request_id, command.part, num_pages, command.dst_slot is not None)
 
     def _end_hopeless(self) -> list[ReadOutcome]:
@@ -317,7 +324,10 @@ class ReadDesk:
         read.nbytes += event.nbytes
         read.num_descriptors += event.num_descriptors
         read.read_s[rank] = read.read_s.get(rank, 0.0) + event.seconds
-        if event.status != "done":
+        if event.has_transport_failed and event.status != "drained":
+            read.has_transport_failed = True
+        read.is_void = read.is_void or event.status == "void"
+        if event.status not in ("done", "void"):
             read.error = read.error or event.error or "the read failed"
             read.reason = "peer_lost" if event.is_peer_lost else read.reason
         part = read.parts.get(event.part)
@@ -336,6 +346,8 @@ class ReadDesk:
         """Nothing is in flight: the state is there, or something of it has failed."""
         if read.error is None and not self._client.keeps(request_id, read.source):
             read.error, read.reason = "the lease ended before the read was seen to end", "lease"
+        if read.error is None and read.is_void:
+            read.error = "the prefill has begun anew after its end"
         if read.error is not None:
             return self._fail(request_id, read.reason, read.error)
         del self._reads[request_id]

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed
 
-from tandem.config.engine import EngineConfig
+from tandem.config.engine import EngineConfig, TransferOptions
 from tandem.config.model import ModelConfig, load_model_config
 from tandem.errors import EngineDeadError
 from tandem.layers.parallel import ProcessGroup, SingleRank, TensorParallel
@@ -21,10 +21,11 @@ from tandem.runner.sampling_table import SamplingTable
 from tandem.runner.staging import Staging
 from tandem.scheduler.step import StepPlan, StepResult
 from tandem.state.arena import build_geometry
-from tandem.state.spec import build_state_spec
+from tandem.state.spec import StateSpec, build_state_spec
+from tandem.transfer.agent import Operation
 from tandem.transfer.layout import PeerInfo, RankInfo, RankLayout
 from tandem.transfer.mover import MoveCommand, MoveEvent, RankMover
-from tandem.transfer.source import RankSource
+from tandem.transfer.passive import PassiveRank
 from tandem.units import ceil_div, format_nbytes
 
 log = get_logger(__name__)
@@ -92,8 +93,8 @@ def _build_runner(
 
 
 class Worker:
-    """Executes plans and reads on one rank. Not thread-safe; reads progress on a thread of their
-    own.
+    """Executes plans and transfers on one rank. Not thread-safe; transfers progress on a thread of
+    their own.
 
     Args:
         config: the engine's settings.
@@ -152,12 +153,18 @@ class Worker:
             geometry.num_slots,
         )
         self.runner = _build_runner(config, model, loaded, self._arena, rank, buckets)
-        self._source: RankSource | None = None
-        self._reader: RankMover | None = None
+        self._passive: PassiveRank | None = None
+        self._mover: RankMover | None = None
         if config.transfer.role != "colocated":
-            self._start_transfer(config.transfer.role, f"{engine_id}-rank{rank}")
+            specs = [
+                build_state_spec(model, tp=tp, rank=other, page_tokens=spec.page_tokens)
+                for other in range(tp)
+            ]
+            self._start_transfer(config.transfer, f"{engine_id}-rank{rank}", specs)
 
-    def _start_transfer(self, role: str, agent_name: str) -> None:
+    def _start_transfer(
+        self, options: TransferOptions, agent_name: str, specs: list[StateSpec]
+    ) -> None:
         # Imported here: an engine without peers needs no NIXL.
         from tandem.transfer.agent_nixl import NixlAgent
 
@@ -170,42 +177,45 @@ class Worker:
             device_id=(self._device.index or 0) if is_cuda else 0,
         )
         agent = NixlAgent(agent_name)
-        if role == "prefill":
-            self._source = RankSource(agent, layout)
+        if not options.is_mover:
+            self._passive = PassiveRank(agent, layout)
+        elif options.role == "decode":
+            self._mover = RankMover(agent, layout)
         else:
-            self._reader = RankMover(agent, layout)
+            self._mover = RankMover(agent, layout, operation=Operation.WRITE, specs=specs)
 
     @property
     def rank_info(self) -> RankInfo | None:
-        """What peers must know to read from this rank; None unless it is a prefill rank."""
-        return self._source.info if self._source is not None else None
+        """What peers must know of this rank; None if the engine has none."""
+        part = self._passive or self._mover
+        return part.info if part is not None else None
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.runner.execute(plan)
 
     def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
-        """Start a read on the transfer thread, which meets the peer first if it has not."""
-        assert self._reader is not None
-        self._reader.add_peer(peer)
-        self._reader.post(command)
+        """Start a part on the transfer thread, which meets the peer first if it has not."""
+        assert self._mover is not None
+        self._mover.add_peer(peer)
+        self._mover.post(command)
 
     def give_up_move(self, request_id: str) -> None:
-        assert self._reader is not None
-        self._reader.give_up(request_id)
+        assert self._mover is not None
+        self._mover.give_up(request_id)
 
     def check(self) -> None:
-        """Raises EngineDeadError if reads cannot move on any more."""
-        if self._reader is not None and not self._reader.is_alive:
+        """Raises EngineDeadError if transfers cannot move on any more."""
+        if self._mover is not None and not self._mover.is_alive:
             raise EngineDeadError("the transfer thread has ended; its trace is on stderr")
 
     def poll_moves(self) -> list[MoveEvent]:
         self.check()
-        return self._reader.poll() if self._reader is not None else []
+        return self._mover.poll() if self._mover is not None else []
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        if self._source is not None:
-            self._source.close()
+        if self._mover is not None:
+            self._mover.close()
+        if self._passive is not None:
+            self._passive.close()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -50,13 +50,15 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """One incarnation of one engine. `generation` is new at each start."""
+    """One incarnation of one engine. `generation` is new at each start. `transfer`: "pull" (decode
+    engines read) or "push" (prefill engines write)."""
 
     engine_id: ShortText
     generation: ShortText
     tp: Count
     process: ProcessIdentity
     model: ModelIdentity
+    transfer: ShortText = "pull"
 
 
 class Difference(msgspec.Struct, frozen=True):

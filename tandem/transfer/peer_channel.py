@@ -7,7 +7,7 @@ every one of them may arrive twice.
 import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,7 +18,7 @@ from tandem.errors import ConfigError, HandshakeError
 from tandem.log import get_logger
 from tandem.state.ticket import PrefillSource, Progress, Ticket
 from tandem.transfer.identity import EngineIdentity
-from tandem.transfer.layout import PeerInfo, check_peer
+from tandem.transfer.layout import PeerInfo, RankInfo, check_peer
 from tandem.transfer.protocol import (
     ALL_READERS,
     MAX_HOLD_S,
@@ -29,6 +29,7 @@ from tandem.transfer.protocol import (
     HelloReply,
     LeaseReply,
     LeaseRequest,
+    MoveEvent,
     Refusal,
     ReleaseNote,
     Reply,
@@ -39,6 +40,7 @@ from tandem.transfer.protocol import (
     encode,
     version_tag,
 )
+from tandem.transfer.push_asks import PushAsks
 from tandem.transfer.seal import ClientSeal, TrustError
 
 log = get_logger(__name__)
@@ -94,7 +96,10 @@ class PeerChannel:
         identity: EngineIdentity,
         tell: Callable[[Asked], None],
         secret: bytes | None = None,
+        ranks: Sequence[RankInfo] = (),
+        tell_move: Callable[[MoveEvent], None] = lambda event: None,
     ) -> None:
+        """`ranks`: of our engine, for peers that write to them; `tell_move`: ends of writes."""
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_NBYTES)
@@ -114,6 +119,10 @@ class PeerChannel:
         self._problem: str | None = None
         self._connect()
         self._sequences = itertools.count(1)
+        self._ranks = tuple(ranks)
+        self.pushes = PushAsks(
+            (identity.engine_id, identity.generation), self._sequences.__next__, tell_move
+        )
         self._peer: PeerInfo | None = None
         self._opens: dict[str, _Open] = {}
         self._notes: dict[int, _Note] = {}
@@ -141,7 +150,7 @@ class PeerChannel:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._opens or self._notes)
+        return bool(self._opens or self._notes or self.pushes.is_busy)
 
     @property
     def has_notes(self) -> bool:
@@ -172,6 +181,10 @@ class PeerChannel:
         sequence = next(self._sequences)
         note = ReleaseNote(sequence, ticket.ticket_id, ticket.generation, reader_rank, num_readers)
         self._notes[sequence] = _Note(note, time.monotonic() + ticket.lease_s)
+
+    def give_up_push(self, request_id: str) -> None:
+        for sequence in self.pushes.give_up(request_id):
+            self._next_send.pop(sequence, None)
 
     def drop_peer(self, key: tuple[str, str]) -> None:
         if self._peer is not None and self._peer.key == key:
@@ -222,9 +235,12 @@ class PeerChannel:
                 opened.asked = now
         for note in self._notes.values():
             self._send(note.message, now)
+        for ask in self.pushes.due():
+            self._send(ask, now)
+        self.pushes.advance(now)
         if needs_hello:
             self._hello = self._hello or next(self._sequences)
-            self._send(Hello(self._hello, self._identity), now)
+            self._send(Hello(self._hello, self._identity, self._ranks), now)
 
     @staticmethod
     def _question(opened: _Open, sequence: int) -> Request:
@@ -305,6 +321,7 @@ class PeerChannel:
         for sequence in list(self._notes):
             self.counts["lost_releases"] += 1
             self._end_note(sequence)
+        self.pushes.refuse_all(message)
 
     def _on_reply(self, reply: Reply) -> None:
         sequence = reply.sequence
@@ -316,7 +333,7 @@ class PeerChannel:
             # A refusal says that this incarnation holds nothing of the ticket: as good as done.
             self.counts["releases"] += 1
             self._end_note(sequence)
-        else:
+        elif not self.pushes.on_reply(reply, time.monotonic()):
             for request_id, opened in list(self._opens.items()):
                 if opened.sequence == sequence:
                     opened.sequence = None

@@ -28,6 +28,8 @@ from tandem.transfer.layout import PeerInfo, RankInfo
 __all__ = [
     "ALL_READERS",
     "MAX_HOLD_S",
+    "MAX_PARTS",
+    "MAX_PUSH_PAGES",
     "MAX_READERS",
     "MAX_REPLY_NBYTES",
     "MAX_REQUEST_NBYTES",
@@ -41,6 +43,9 @@ __all__ = [
     "MoveCommand",
     "MoveEvent",
     "PeerInfo",
+    "PushReply",
+    "PushRequest",
+    "PushStop",
     "RankInfo",
     "Refusal",
     "ReleaseNote",
@@ -53,6 +58,7 @@ __all__ = [
     "decode_request",
     "encode",
     "refuse_model",
+    "refuse_transfer",
     "version_tag",
 ]
 
@@ -63,6 +69,9 @@ ALL_READERS = -1
 MAX_READERS = 1024
 # How long an answer to a FollowRequest may be held back for want of news.
 MAX_HOLD_S = 0.5
+# Of one push. A page each is possible, and a part for each step of the prefill.
+MAX_PUSH_PAGES = 1 << 20
+MAX_PARTS = 1 << 16
 
 _TAG = b"tandem/"
 _LongText = Annotated[str, Meta(max_length=4096)]
@@ -73,10 +82,14 @@ class VersionError(HandshakeError):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First contact. Layouts are answered only if `identity.model` matches."""
+    """First contact. Layouts are answered only if `identity.model` and `identity.transfer` match.
+
+    `ranks`: of who asks, if the prefill engine shall write to them.
+    """
 
     sequence: Count
     identity: EngineIdentity
+    ranks: tuple[RankInfo, ...] = ()
 
 
 class FollowRequest(msgspec.Struct, frozen=True, tag="follow"):
@@ -142,10 +155,6 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
     generation: ShortText
 
 
-Request = Hello | FollowRequest | LeaseRequest | ReleaseNote
-Reply = HelloReply | FollowReply | LeaseReply | ReleaseReply | Refusal
-
-
 class MoveCommand(msgspec.Struct, frozen=True):
     """Move the K/V of tokens [start_token, stop_token), and the slot if named: from the peer into
     our arena, or from ours into the peer's, as the rank does.
@@ -154,7 +163,8 @@ class MoveCommand(msgspec.Struct, frozen=True):
     as far as the range reaches; `start_token` is on a border of destination pages, `stop_token` too
     unless the prompt ends there. A request may have several parts in flight; `part` tells them
     apart. The memory of both sides is known to be kept until the event "done" or "failed" of every
-    part, or "drained".
+    part, or "drained". `ticket_id` and `attempt` say whose state it is: who asks a peer to write
+    names it by these, instead of by source places.
     """
 
     request_id: ShortText
@@ -166,12 +176,15 @@ class MoveCommand(msgspec.Struct, frozen=True):
     src_slot: int | None
     dst_pages: tuple[int, ...]
     dst_slot: int | None
+    ticket_id: ShortText = ""
+    attempt: Count = 0
 
 
 class MoveEvent(msgspec.Struct, frozen=True):
-    """`status`: "done", "failed" (all transfers of the part have stopped) or "drained".
+    """`status`: "done", "failed" (all transfers of the part have stopped), "void" (of a push: the
+    prefill has begun anew, nothing was written) or "drained".
 
-    Each posted part gets exactly one of done and failed, unless it is given up before; each
+    Each posted part gets exactly one of done, failed and void, unless it is given up before; each
     `give_up` gets exactly one drained, after which no part of the request is in flight.
     `is_peer_lost`: the peer is gone or cannot be reached. `has_transport_failed`: bytes that were
     written to the peer may still be on their way. After either, `add_peer` comes before the next
@@ -188,6 +201,52 @@ class MoveEvent(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     part: int = 0
     has_transport_failed: bool = False
+
+
+# --- push: the prefill engine writes into pages that the decode engine reserved ---
+
+
+class PushRequest(msgspec.Struct, frozen=True, tag="push"):
+    """Write tokens [start_token, stop_token) of a prefill, and its slot if one is named, to these
+    places of `reader`, who said hello.
+
+    `dst_pages` are those of the prompt, by position, as far as the range reaches. `push_id` is new
+    for each request of the reader, `part` for each part of it; `attempt` is the one whose progress
+    was seen. The places belong to the prefill engine until it has said how every part ended.
+    """
+
+    sequence: Count
+    ticket_id: ShortText
+    generation: ShortText
+    reader: tuple[ShortText, ShortText]
+    push_id: ShortText
+    part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+    attempt: Count
+    start_token: Count
+    stop_token: Count
+    dst_pages: Annotated[tuple[Count, ...], Meta(max_length=MAX_PUSH_PAGES)]
+    dst_slot: Count | None
+
+
+class PushStop(msgspec.Struct, frozen=True, tag="push_stop"):
+    """Write nothing more of a push; answered when nothing of it is in flight."""
+
+    sequence: Count
+    generation: ShortText
+    reader: tuple[ShortText, ShortText]
+    push_id: ShortText
+
+
+class PushReply(msgspec.Struct, frozen=True, tag="pushed"):
+    """How a part ended on all ranks ("done", "failed", "void"), or a push that was stopped
+    ("drained"): the answer comes with that end. `event.request_id` is the push id."""
+
+    sequence: Count
+    event: MoveEvent
+
+
+Request = Hello | FollowRequest | LeaseRequest | ReleaseNote | PushRequest | PushStop
+Reply = HelloReply | FollowReply | LeaseReply | ReleaseReply | PushReply | Refusal
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -246,6 +305,16 @@ def _checked(frames: list[bytes], max_nbytes: int) -> bytes:
             f"the message has {len(frames[1])} bytes; at most {max_nbytes} are read"
         )
     return frames[1]
+
+
+def refuse_transfer(ours: str, theirs: str) -> str | None:
+    """Why a prefill engine that moves state as `ours` refuses a decode engine; None if it may."""
+    if ours == theirs:
+        return None
+    return (
+        f"the engines move state in different ways: transfer is {ours} on the prefill engine and "
+        f"{theirs} on the decode engine; start both with the same --transfer"
+    )
 
 
 def refuse_model(ours: ModelIdentity, theirs: ModelIdentity) -> str | None:

@@ -1,4 +1,5 @@
-"""The side channel of a decode engine: hello, follow, lease and release, asked of prefill engines.
+"""The side channel of a decode engine: hello, follow, lease, release and pushes, asked of prefill
+engines.
 
 One thread talks to all peers; a silent one costs only the requests that need it. Nothing blocks
 the caller. It reads no memory: mover.py does, once a ticket is open.
@@ -8,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -19,7 +20,7 @@ from tandem.log import get_logger
 from tandem.state.ticket import PrefillSource, Progress
 from tandem.transfer.identity import EngineIdentity, is_proven_dead
 from tandem.transfer.peer_channel import Asked, PeerChannel
-from tandem.transfer.protocol import ALL_READERS, PeerInfo
+from tandem.transfer.protocol import ALL_READERS, MoveCommand, MoveEvent, PeerInfo, RankInfo
 
 log = get_logger(__name__)
 
@@ -63,6 +64,7 @@ class TicketClient:
         identity: of this decode engine; its model is compared by the peer.
         deadline_s: how long `open` may go without an answer, unless it says otherwise.
         secret: the cluster's; peers have to prove it, and are shown that we know it.
+        ranks: of this engine, if prefill engines shall write to them.
         notify: called from the thread after an event was added.
     """
 
@@ -72,12 +74,15 @@ class TicketClient:
         *,
         deadline_s: float = 10.0,
         secret: bytes | None = None,
+        ranks: Sequence[RankInfo] = (),
         notify: Callable[[], None] | None = None,
     ) -> None:
         self._identity = identity
         self._deadline_s = deadline_s
         self._secret = secret
+        self._ranks = tuple(ranks)
         self._notify = notify
+        self._moves: queue.SimpleQueue[MoveEvent] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[OpenEvent] = queue.SimpleQueue()
         # ZMQ sockets belong to the thread; this pair of plain ones wakes it.
@@ -143,6 +148,50 @@ class TicketClient:
         until now may be used. A process that was stopped finds out here, before any event."""
         channel = self._channels.get(ticket.address)
         return channel is not None and channel.keeps(request_id)
+
+    # Pushes, with the face of an executor whose only rank is the prefill engine.
+
+    def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
+        """Ask the peer to write a part of the command's ticket into our places."""
+
+        def post() -> None:
+            try:
+                channel = self._channel(peer.address)
+            except TransferError as error:
+                self._on_move(
+                    MoveEvent(command.request_id, "failed", error=str(error), part=command.part)
+                )
+            else:
+                channel.pushes.post(peer, command)
+
+        self._submit(post)
+
+    def give_up_move(self, request_id: str) -> None:
+        """Let the peer write no more of a request. "drained" follows when it has said that nothing
+        is in flight, or is proven dead."""
+
+        def give_up() -> None:
+            for channel in self._channels.values():
+                if channel.pushes.knows(request_id):
+                    channel.give_up_push(request_id)
+                    return
+            self._on_move(MoveEvent(request_id, "drained"))
+
+        self._submit(give_up)
+
+    def poll_moves(self) -> list[tuple[int, MoveEvent]]:
+        """The ends of writes since the last call, as of rank 0."""
+        events = []
+        while True:
+            try:
+                events.append((0, self._moves.get_nowait()))
+            except queue.Empty:
+                return events
+
+    def _on_move(self, event: MoveEvent) -> None:
+        self._moves.put(event)
+        if self._notify is not None:
+            self._notify()
 
     def drop_peer(self, key: tuple[str, str]) -> None:
         """An incarnation could not be read: the next ticket of it begins with a hello."""
@@ -262,7 +311,13 @@ class TicketClient:
             self._close_channel(self._longest_idle())
         try:
             channel = PeerChannel(
-                self._context, address, self._identity, self._on_asked, self._secret
+                self._context,
+                address,
+                self._identity,
+                self._on_asked,
+                self._secret,
+                self._ranks,
+                self._on_move,
             )
         except zmq.ZMQError as error:
             raise TransferError(

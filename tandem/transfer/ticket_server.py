@@ -15,7 +15,7 @@ from typing import Protocol
 import zmq
 
 from tandem.config.secret import require_secret
-from tandem.errors import ConfigError, HandshakeError, LeaseError
+from tandem.errors import ConfigError, HandshakeError, LeaseError, TransferError
 from tandem.log import get_logger
 from tandem.state.ticket import Progress
 from tandem.transfer.identity import EngineIdentity
@@ -29,6 +29,8 @@ from tandem.transfer.protocol import (
     HelloReply,
     LeaseReply,
     LeaseRequest,
+    PushRequest,
+    PushStop,
     Refusal,
     ReleaseNote,
     ReleaseReply,
@@ -39,7 +41,10 @@ from tandem.transfer.protocol import (
     decode_request,
     encode,
     refuse_model,
+    refuse_transfer,
 )
+from tandem.transfer.push_answers import PushAnswers
+from tandem.transfer.push_board import PushBoard
 from tandem.transfer.seal import ServerSeal, TrustError, bare
 
 log = get_logger(__name__)
@@ -81,7 +86,8 @@ class _Follower:
 class TicketServer:
     """Serves one engine incarnation at `address` until `close`.
 
-    `secret`: what peers have to prove before anything of theirs is decoded.
+    `secret`: what peers have to prove before anything of theirs is decoded. `board`: where pushes
+    are ordered; None for an engine that others read from.
     Raises: ConfigError for a wildcard host, a port that cannot be bound, and a host that others can
     reach without a secret.
     """
@@ -94,6 +100,7 @@ class TicketServer:
         ranks: Sequence[RankInfo],
         leases: Leases,
         secret: bytes | None = None,
+        board: PushBoard | None = None,
     ) -> None:
         if bind_host in _WILDCARDS:
             raise ConfigError(
@@ -105,6 +112,8 @@ class TicketServer:
         self._next_trust_warning = 0.0
         self._identity = identity
         self._leases = leases
+        self._board = board
+        self._pushes = None if board is None else PushAnswers(board)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -127,7 +136,17 @@ class TicketServer:
             self._context.term()
             raise
         self._counts = dict.fromkeys(
-            ("hellos", "follows", "renewals", "releases", "refused", "untrusted", "malformed"), 0
+            (
+                "hellos",
+                "follows",
+                "renewals",
+                "releases",
+                "pushes",
+                "refused",
+                "untrusted",
+                "malformed",
+            ),
+            0,
         )
         self._followers: dict[tuple[bytes, str], _Follower] = {}  # by asker and ticket
         # ZMQ sockets belong to the thread; this pair of plain ones wakes it.
@@ -135,6 +154,8 @@ class TicketServer:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         leases.on_change = self._wake
+        if board is not None:
+            board.on_change = self._wake
         self._is_closing = threading.Event()
         # From here on the socket belongs to the thread.
         self._thread = threading.Thread(target=self._run, name="ticket-server", daemon=True)
@@ -157,6 +178,8 @@ class TicketServer:
         self._wake()
         self._thread.join()
         self._leases.on_change = lambda: None
+        if self._board is not None:
+            self._board.on_change = lambda: None
         self._context.term()
         self._wake_reader.close()
         self._wake_writer.close()
@@ -193,6 +216,7 @@ class TicketServer:
                 if self._socket in ready:
                     self._serve()
                 self._tell_followers()
+                self._tell_pushes()
         finally:
             self._socket.close(linger=0)
 
@@ -211,9 +235,17 @@ class TicketServer:
             reply = self._progress(follower.request, is_patient=now < follower.until)
             if reply is not None:
                 del self._followers[peer, ticket_id]
-                answer = self._seal.seal(peer, encode(reply))
-                if answer is not None:
-                    self._send(peer, answer)
+                self._reply(peer, reply)
+
+    def _tell_pushes(self) -> None:
+        """Answer those whose parts have ended."""
+        for peer, reply in self._pushes.due() if self._pushes is not None else ():
+            self._reply(peer, reply)
+
+    def _reply(self, peer: bytes, reply: Reply) -> None:
+        answer = self._seal.seal(peer, encode(reply))
+        if answer is not None:
+            self._send(peer, answer)
 
     def _progress(self, request: FollowRequest, *, is_patient: bool) -> Reply | None:
         """The answer to a follower; None if it can wait and has seen all that there is."""
@@ -272,7 +304,7 @@ class TicketServer:
         """None: the answer follows when there is one."""
         identity = self._identity
         if isinstance(request, Hello):
-            reason = refuse_model(identity.model, request.identity.model)
+            reason = self._refuse_peer(request)
             if reason is not None:
                 log.warning("refused %s: %s", request.identity.engine_id, reason)
                 return self._refusal(request.sequence, reason)
@@ -285,11 +317,14 @@ class TicketServer:
                 ranks=self._ranks,
             )
         if request.generation != identity.generation:
+            what = "push" if isinstance(request, PushStop) else f"ticket {request.ticket_id}"
             return self._refusal(
                 request.sequence,
-                f"ticket {request.ticket_id} is of generation {request.generation}; the engine "
+                f"{what} is of generation {request.generation}; the engine "
                 f"restarted as generation {identity.generation}: recompute the prompt",
             )
+        if isinstance(request, PushRequest | PushStop):
+            return self._push(peer, request)
         if isinstance(request, FollowRequest):
             if len(self._followers) >= _MAX_FOLLOWERS:
                 return self._progress(request, is_patient=False)
@@ -305,6 +340,26 @@ class TicketServer:
             return LeaseReply(request.sequence, remaining_s)
         self._release(request)
         return ReleaseReply(request.sequence)
+
+    def _refuse_peer(self, hello: Hello) -> str | None:
+        """Why a decode engine gets no layouts; None if it may have them, and is known from now."""
+        reason = refuse_model(self._identity.model, hello.identity.model)
+        reason = reason or refuse_transfer(self._identity.transfer, hello.identity.transfer)
+        if reason is None and self._pushes is not None:
+            try:
+                self._pushes.meet(hello.identity, hello.ranks)
+            except HandshakeError as error:
+                return str(error)
+        return reason
+
+    def _push(self, peer: bytes, request: PushRequest | PushStop) -> Reply | None:
+        if self._pushes is None:
+            return self._refusal(request.sequence, "this engine writes to nobody: transfer is pull")
+        self._counts["pushes"] += 1
+        try:
+            return self._pushes.ask(peer, request)
+        except TransferError as error:
+            return self._refusal(request.sequence, str(error))
 
     def _release(self, note: ReleaseNote) -> None:
         self._counts["releases"] += 1

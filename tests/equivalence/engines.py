@@ -138,10 +138,17 @@ def run_apart(
             rest.append((index, msgspec.structs.replace(item, ticket=first.ticket)))
         else:
             outputs[index] = first
-    for (index, _), output in zip(rest, run(decode, [item for _, item in rest]), strict=True):
+    # The prefill engine goes on: where it pushes, its loop takes part.
+    answers = run(decode, [item for _, item in rest], between=lambda step: drop(prefill.step()))
+    for (index, _), output in zip(rest, answers, strict=True):
         outputs[index] = output
     wait_until_idle(prefill, decode)
     return [output for output in outputs if output is not None]
+
+
+def drop(deltas: Sequence[TokenDelta]) -> None:
+    """Of an engine that only takes part: it has nothing to say."""
+    assert not deltas, deltas
 
 
 def source_of(prefill: EngineCore, ticket_id: str) -> PrefillSource:

@@ -29,9 +29,9 @@ from tandem.transfer.agent_nixl import NixlAgent
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo, RankLayout
 from tandem.transfer.mover import RankMover
+from tandem.transfer.passive import PassiveRank
 from tandem.transfer.plan import Placement
 from tandem.transfer.protocol import MoveCommand
-from tandem.transfer.source import RankSource
 from tests.stepper import Stepper
 
 FOLDER = Path(str(files("tandem") / "demo_model"))
@@ -143,7 +143,7 @@ def move(
     make_agent: Callable[[str], TransferAgent],
 ) -> None:
     """Read sequences 0.. of `src` into `dst`, every destination rank its share."""
-    sources = [RankSource(make_agent(f"P{rank}"), it) for rank, it in enumerate(src.layouts)]
+    sources = [PassiveRank(make_agent(f"P{rank}"), it) for rank, it in enumerate(src.layouts)]
     ranks = tuple(source.info for source in sources)
     peer = PeerInfo("P", "g1", "tcp://127.0.0.1:1", current_process(), ranks)
     for rank, layout in enumerate(dst.layouts):

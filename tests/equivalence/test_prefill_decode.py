@@ -71,13 +71,14 @@ def roled(folder: Path, role: str, tp: int, **settings: object) -> EngineCore:
 class Engines:
     """Engines of one model by role and tp, started at first use."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: object) -> None:
         self._folder = folder
+        self._settings = settings
         self._cores: dict[tuple[str, int], EngineCore] = {}
 
     def get(self, role: str, tp: int) -> EngineCore:
         if (role, tp) not in self._cores:
-            self._cores[role, tp] = roled(self._folder, role, tp)
+            self._cores[role, tp] = roled(self._folder, role, tp, **self._settings)
         return self._cores[role, tp]
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ def test_bytes_that_come_late_change_nothing_that_another_request_owns(
 
     read_from_stopped(source, reader, items[0])
     outputs = {item.request_id: Output() for item in items}
-    mover = reader._executor._worker._reader  # type: ignore[attr-defined]
+    mover = reader._executor._worker._mover  # type: ignore[attr-defined]
     started = time.monotonic()
     run_others(reader, outputs, lambda: reader.stats()["quarantined_num_sequences"])
     assert time.monotonic() - started >= DEADLINE_S

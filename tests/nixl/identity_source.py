@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from tandem.transfer.agent_nixl import NixlAgent
-from tandem.transfer.source import RankSource
+from tandem.transfer.passive import PassiveRank
 from tests.nixl.identity_cases import CASES
 from tests.nixl.identity_memory import IdentityMemory, numbers
 
@@ -24,7 +24,7 @@ def main() -> None:
         for number, _, rank, address, nbytes, _ in numbers(case.src, case.lengths):
             ranks[rank].write(address, nbytes, number)
         sources = [
-            RankSource(NixlAgent(f"P{rank}"), memory.layout) for rank, memory in enumerate(ranks)
+            PassiveRank(NixlAgent(f"P{rank}"), memory.layout) for rank, memory in enumerate(ranks)
         ]
         kept.append((ranks, sources))
         infos = [source.info for source in sources]

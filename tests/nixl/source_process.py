@@ -11,8 +11,8 @@ import sys
 import msgspec
 
 from tandem.transfer.agent_nixl import NixlAgent
+from tandem.transfer.passive import PassiveRank
 from tandem.transfer.plan import Placement
-from tandem.transfer.source import RankSource
 from tests.unit.transfer.memory import build_rank, hybrid
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     if settings["pages"] is not None:
         where = Placement(settings["pages"], settings["slot"])
         memory.write(settings["seed"], settings["num_tokens"], where)
-    source = RankSource(NixlAgent(f"P{memory.spec.rank}"), memory.layout)
+    source = PassiveRank(NixlAgent(f"P{memory.spec.rank}"), memory.layout)
     print(base64.b64encode(msgspec.msgpack.encode(source.info)).decode(), flush=True)
     for _ in sys.stdin:
         print(base64.b64encode(memory.buffer.tobytes()).decode(), flush=True)

@@ -13,7 +13,7 @@ from tests.tiny_models import save_tiny
 
 
 def end_transfer_thread(core: EngineCore) -> None:
-    core._executor._worker._reader.close()  # type: ignore[attr-defined]
+    core._executor._worker._mover.close()  # type: ignore[attr-defined]
 
 
 def end_side_channel(core: EngineCore) -> None:

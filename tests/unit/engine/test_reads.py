@@ -158,6 +158,7 @@ def test_a_read_is_posted_once_its_ticket_is_open_and_its_memory_reserved(bench:
             src_slot=3,
             dst_pages=(8, 9),
             dst_slot=4,
+            ticket_id="t",
         )
     ]
 

@@ -9,8 +9,8 @@ from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.identity import EngineIdentity, build_model_identity, current_process
 from tandem.transfer.layout import PeerInfo
 from tandem.transfer.mover import RankMover
+from tandem.transfer.passive import PassiveRank
 from tandem.transfer.protocol import MoveCommand
-from tandem.transfer.source import RankSource
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
 
 ADDRESS = "tcp://127.0.0.1:1"
@@ -51,7 +51,7 @@ class LocalPair:
     def start_engine(self, generation: str) -> PeerInfo:
         """Agents for the source ranks, as a start or a restart makes them."""
         ranks = [
-            RankSource(LocalAgent(self.fabric, f"P{rank}"), source.layout).info
+            PassiveRank(LocalAgent(self.fabric, f"P{rank}"), source.layout).info
             for rank, source in enumerate(self.sources)
         ]
         return PeerInfo("P", generation, ADDRESS, current_process(), tuple(ranks))

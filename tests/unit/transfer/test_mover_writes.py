@@ -11,7 +11,7 @@ from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo
 from tandem.transfer.mover import MoveCommand, RankMover
-from tandem.transfer.source import RankSource
+from tandem.transfer.passive import PassiveRank
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
 from tests.unit.transfer.peers import wait_for
 
@@ -28,7 +28,7 @@ class WritingRank:
         self.source = sources[0]
         self.targets = [build_rank(hybrid(), dst_tp, rank, 16, 8) for rank in range(dst_tp)]
         ranks = tuple(
-            RankSource(LocalAgent(self.fabric, "D"), target.layout).info for target in self.targets
+            PassiveRank(LocalAgent(self.fabric, "D"), target.layout).info for target in self.targets
         )
         self.peer = PeerInfo("D", "g1", "", current_process(), ranks)
         self.names = [info.agent_name for info in ranks]

@@ -8,7 +8,7 @@ import pytest
 from tandem.cache.lease import LeaseTable
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.identity import build_model_identity
-from tandem.transfer.source import RankSource
+from tandem.transfer.passive import PassiveRank
 from tandem.transfer.ticket_client import TicketClient
 from tandem.transfer.ticket_server import TicketServer
 from tests.unit.state.layouts import attention, mamba2, model
@@ -90,7 +90,7 @@ def ask():
     opened = []
 
     def ask(prefill, decode):
-        source = RankSource(LocalAgent(LocalFabric()), build_rank(BASE, 1, 0, 16, 4).layout)
+        source = PassiveRank(LocalAgent(LocalFabric()), build_rank(BASE, 1, 0, 16, 4).layout)
         leases = LeaseTable(lease_s=5.0)
         leases.grant("t1")
         ours, theirs = (

@@ -11,8 +11,8 @@ from tandem.cache.lease import LeaseTable
 from tandem.errors import ConfigError, HandshakeError
 from tandem.state.ticket import PrefillSource, Progress, Ticket
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
+from tandem.transfer.passive import PassiveRank
 from tandem.transfer.protocol import PROTOCOL_VERSION, version_tag
-from tandem.transfer.source import RankSource
 from tandem.transfer.ticket_client import TicketClient
 from tandem.transfer.ticket_server import TicketServer
 from tests.unit.transfer.memory import build_rank, hybrid
@@ -27,7 +27,7 @@ class Prefill:
     def __init__(self, generation="g1", port=0, lease_s=5.0, config=None, tp=1, secret=SECRET):
         fabric = LocalFabric()
         self.memory = [build_rank(config or hybrid(), tp, rank, 16, 4) for rank in range(tp)]
-        ranks = [RankSource(LocalAgent(fabric), rank.layout).info for rank in self.memory]
+        ranks = [PassiveRank(LocalAgent(fabric), rank.layout).info for rank in self.memory]
         self.leases = LeaseTable(lease_s=lease_s)
         self.generation = generation
         self.server = TicketServer(

@@ -1,6 +1,6 @@
-"""The prefill side of one rank: an arena that peers may read. It owns no thread.
+"""The passive side of one rank: an arena that peers read (prefill, pull) or write (decode, push).
 
-The agent's progress thread serves reads while the rank computes.
+It owns no thread: the agent's progress thread serves peers while the rank computes.
 """
 
 from tandem.transfer.agent import TransferAgent
@@ -8,10 +8,10 @@ from tandem.transfer.identity import current_process
 from tandem.transfer.layout import RankInfo, RankLayout, check_layout
 
 
-class RankSource:
+class PassiveRank:
     """Registers the arena and says what peers must know (`info`).
 
-    The arena must outlive the source and every peer that may still read: it is never resized,
+    The arena must outlive this and every peer that may still reach into it: it is never resized,
     unmapped or freed before the process ends.
     """
 
