@@ -330,6 +330,9 @@ def bench_faults(
     scenario: Annotated[
         list[str] | None, typer.Option(help="one of them; repeatable; default: all")
     ] = None,
+    transfer: Annotated[
+        str | None, typer.Option(help="pull or push, of every engine; default: their own")
+    ] = None,
     json_path: Annotated[
         str | None, typer.Option("--json", metavar="PATH", help="write all figures there")
     ] = None,
@@ -350,6 +353,7 @@ def bench_faults(
     results = run_faults(
         model,
         scenarios,
+        flags=("--transfer", transfer) if transfer else (),
         folder=Path(folder) if folder else None,
         tell=lambda result: render([result], console),
     )
