@@ -81,7 +81,7 @@ class LeaseTable(Generic[News]):
         self._computing: dict[str, _Lease[News]] = {}
         self.on_change: Callable[[], None] = lambda: None
         self._ended: list[str] = []
-        self._ended_ids: dict[str, None] = {}
+        self._ended_ids: dict[str, News | None] = {}
         self._early: dict[str, tuple[float, _Readers]] = {}
         self._totals = dict.fromkeys(
             (
@@ -122,13 +122,16 @@ class LeaseTable(Generic[News]):
     def news(self, ticket_id: str) -> News | None:
         """What was published last; None for a ticket that is not known (yet).
 
-        Raises: LeaseError if it has ended.
+        Raises: LeaseError if it has ended, unless it was withdrawn with last news.
         """
         with self._lock:
             lease = self._computing.get(ticket_id) or self._leases.get(ticket_id)
-            if lease is None and ticket_id in self._ended_ids:
+            if lease is not None:
+                return lease.news
+            last = self._ended_ids.get(ticket_id)
+            if last is None and ticket_id in self._ended_ids:
                 raise LeaseError(f"ticket {ticket_id} has ended; recompute the prompt")
-            return None if lease is None else lease.news
+            return last
 
     def grant(self, ticket_id: str, news: News | None = None) -> bool:
         """Start the lease of a ticket whose prefill is finished; `collect` returns it once, after
@@ -150,12 +153,12 @@ class LeaseTable(Generic[News]):
         self.on_change()
         return True
 
-    def withdraw(self, ticket_id: str) -> None:
+    def withdraw(self, ticket_id: str, news: News | None = None) -> None:
         """The prefill is over and there will be no lease; nothing is left to collect."""
         with self._lock:
             if self._computing.pop(ticket_id, None) is None:
                 return
-            self._remember(ticket_id)
+            self._remember(ticket_id, news)
         self.on_change()
 
     def check(self, ticket_id: str) -> float:
@@ -279,8 +282,8 @@ class LeaseTable(Generic[News]):
         self._totals[how] += 1
         self._remember(ticket_id)
 
-    def _remember(self, ticket_id: str) -> None:
-        self._ended_ids[ticket_id] = None
+    def _remember(self, ticket_id: str, news: News | None = None) -> None:
+        self._ended_ids[ticket_id] = news
         if len(self._ended_ids) > MAX_ENDED:
             del self._ended_ids[next(iter(self._ended_ids))]
 

@@ -133,6 +133,9 @@ class TransferOptions:
         "five times as long ends it",
     )
     on_failure: str = setting("recompute", "recompute or fail, when state cannot be read")
+    stream_reads: bool = setting(
+        True, "read state while its prefill goes on, if both engines of a pair have this on"
+    )
 
     def __post_init__(self) -> None:
         _require(

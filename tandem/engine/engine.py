@@ -119,6 +119,10 @@ class EngineCore:
             side_channel=self._server.address if self._server is not None else None,
             generation=self._generation,
             lease_s=config.transfer.lease_s,
+            # Writes begin when the prefill is finished.
+            streams=config.transfer.stream_reads
+            and config.transfer.role != "colocated"
+            and not config.transfer.is_push,
             tp=config.parallel.tp,
         )
         self._can_run = False
@@ -330,7 +334,9 @@ class EngineCore:
     def _with_ticket(holds: HoldDesk, delta: TokenDelta) -> TokenDelta:
         if delta.finish_reason == "hold":
             return msgspec.structs.replace(delta, ticket=holds.grant(delta))
-        if delta.finish_reason is not None:
+        if delta.finish_reason in ("stop", "length") and delta.token_ids:
+            holds.finish(delta)
+        elif delta.finish_reason is not None:
             holds.withdraw(delta.request_id)
         return delta
 

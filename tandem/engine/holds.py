@@ -61,26 +61,36 @@ class HoldDesk:
         request_id = delta.request_id
         state = self._cache.held(request_id)
         num_pages = self._cache.pages_for(delta.num_prompt_tokens)
-        ticket = Ticket(
-            ticket_id=request_id,
+        ticket = self._ticket(delta, tuple(state.pages[:num_pages]), state.slot)
+        # Given back in this very step, it gets no lease, and sweep() frees its memory.
+        self._leases.grant(request_id, Progress.of(ticket, self._computing.pop(request_id, 0)))
+        return ticket
+
+    def finish(self, delta: TokenDelta) -> None:
+        """The first token, in `delta`, has ended the answer: who follows learns it, and finds no
+        state. Others are ignored."""
+        attempt = self._computing.pop(delta.request_id, None)
+        if attempt is not None:
+            last = Progress.of(self._ticket(delta, (), None), attempt)
+            self._leases.withdraw(delta.request_id, last)
+
+    def _ticket(self, delta: TokenDelta, pages: tuple[int, ...], slot: int | None) -> Ticket:
+        return Ticket(
+            ticket_id=delta.request_id,
             engine_id=self._engine_id,
             generation=self._generation,
             address=self._address,
             num_tokens=delta.num_prompt_tokens,
-            pages=tuple(state.pages[:num_pages]),
-            slot=state.slot,
+            pages=pages,
+            slot=slot,
             page_tokens=self._cache.geometry.page_tokens,
             first_token=delta.token_ids[-1],
             first_logprob=delta.logprobs[-1] if delta.logprobs else None,
             lease_s=self._leases.lease_s,
         )
-        # Given back in this very step, it gets no lease, and sweep() frees its memory.
-        self._leases.grant(request_id, Progress.of(ticket, self._computing.pop(request_id, 0)))
-        return ticket
 
     def withdraw(self, request_id: str) -> None:
-        """The prefill has ended without a ticket: by its first token, or by a failure. Others are
-        ignored."""
+        """The prefill has ended without a first token. Others are ignored."""
         if request_id in self._computing:
             del self._computing[request_id]
             self._leases.withdraw(request_id)

@@ -61,7 +61,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     """An engine that is ready: what its frontend has to know. `side_channel`, `generation` and
-    `lease_s` name a prefill engine to those who follow it."""
+    `lease_s` name a prefill engine to those who follow it, if it `streams`."""
 
     engine_id: str
     model_name: str
@@ -72,6 +72,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     side_channel: str | None
     generation: str
     lease_s: float
+    streams: bool
     tp: int
 
 

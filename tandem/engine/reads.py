@@ -247,7 +247,8 @@ class ReadDesk:
             read.is_void = False
         ticket = progress.ticket
         if ticket is not None:
-            if not read.is_all_posted:
+            # Without state: its first token ended the answer.
+            if not read.is_all_posted and (ticket.pages or ticket.slot is not None):
                 read.is_all_posted = True
                 self._post(request_id, read, peer, pages, read.num_tokens, ticket)
             return

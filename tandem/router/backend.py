@@ -1,15 +1,16 @@
 """A pair of prefill and decode engines as one Backend.
 
-A request goes to a prefill engine, whose first token goes out at once, and then with its ticket
-to a decode engine. What an engine loses another one takes over: tokens that are out are kept, and
-the next engine computes their state anew. A prefill's ticket has the id of its request, so it is
-the router's from the start, until a decode engine has taken it; the router gives back what nobody
-took, wherever it is by then.
+A request goes to a prefill engine, whose first token goes out at once, and to a decode engine:
+at the same time, if that one can follow the prefill, or else with its ticket. What an engine loses
+another one takes over: tokens that are out are kept, and the next engine computes their state
+anew. A prefill's ticket has the id of its request, so it is the router's from the start, until a
+decode engine has taken it; the router gives back what nobody took, wherever it is by then.
 """
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from tandem.engine.transfer_watch import TransferReport
 from tandem.errors import ConfigError, EngineDeadError
 from tandem.log import get_logger
 from tandem.router.auth import SignedRequests
+from tandem.router.legs import LegFailure, Legs
 from tandem.router.link import EngineLink, LegError
 from tandem.router.policy import RouterOptions, choose
 from tandem.scheduler.request import EngineRequest, TokenDelta
@@ -35,6 +37,9 @@ _WAIT_REPORT_S = 10.0
 # Below the engines' own limit (uvicorn's is 5 s): a request must not meet a closing connection.
 _KEEPALIVE_S = 2.0
 _WAIT_POLL_S = 0.05
+# The two legs of a request that run at the same time.
+_PREFILL = "prefill"
+_DECODE = "decode"
 
 
 @dataclass
@@ -154,6 +159,10 @@ class PairBackend:
         if not self._usable("decode"):
             # A prefill that nobody can continue would only hold memory.
             raise EngineDeadError("no decode engine is ready; try again")
+        if request.sampling.seed is None:
+            # Whichever engine draws a token, it draws the same one.
+            sampling = msgspec.structs.replace(request.sampling, seed=random.getrandbits(63))
+            request = msgspec.structs.replace(request, sampling=sampling)
         progress = _Progress(list(request.generated))
         self._num_running += 1
         self._timelines.begin(request.request_id, prompt_tokens=len(request.prompt_token_ids))
@@ -185,8 +194,9 @@ class PairBackend:
     async def _prefill(
         self, request: EngineRequest, progress: _Progress
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The prompt and the first token. Without a prefill engine nothing happens: the decode
-        engine then computes the prompt itself."""
+        """The prompt and the first token; and all of the answer, if a decode engine follows the
+        prefill and nothing of the two is lost. Without a prefill engine nothing happens: the
+        decode engine then computes the prompt itself."""
         tried: set[str] = set()
         while (link := self._next("prefill", tried)) is not None:
             leg = msgspec.structs.replace(
@@ -194,23 +204,107 @@ class PairBackend:
             )
             progress.ticket_id, progress.holder = leg.request_id, link
             self._note_leg(request, link, leg)
+            follower = self._follower(request, link, leg)
             try:
-                async with aclosing(link.generate(leg)) as deltas:
-                    async for delta in deltas:
-                        if delta.finish_reason == "error" and not delta.token_ids:
-                            raise LegError(delta.error or "a prefill failed", is_taken=True)
-                        progress.ticket = delta.ticket
-                        if delta.ticket is not None:
-                            self._timelines.mark(request.request_id, "ticket")
-                        yield progress.take(delta, request)
-                if progress.ticket is None:
-                    progress.drop_ticket()
+                with ExitStack() as loads:
+                    loads.enter_context(link.loaded(leg))
+                    async with Legs() as legs:
+                        legs.add(_PREFILL, link.generate(leg))
+                        if follower is not None:
+                            reader, second = follower
+                            loads.enter_context(reader.loaded(second))
+                            legs.add(_DECODE, reader.generate(second))
+                        async with aclosing(self._merge(request, progress, legs)) as deltas:
+                            async for delta in deltas:
+                                yield delta
                 return
             except LegError as error:
-                if len(progress.tokens) > len(request.generated):
-                    return  # the first token is out: go on from there
+                if self._is_out(request, progress):
+                    return  # go on from there
                 progress.drop_ticket()  # a lost connection ends the prefill
                 self._retry(request, error)
+
+    def _follower(
+        self, request: EngineRequest, prefill: EngineLink, leg: EngineRequest
+    ) -> tuple[EngineLink, EngineRequest] | None:
+        """A decode engine that reads the state of a prefill while it goes on, and its leg."""
+        source = prefill.source(leg.request_id)
+        if source is None or request.generated:
+            return None
+        link = self._next("decode", set())
+        if link is None or not link.can_follow:
+            return None
+        second = msgspec.structs.replace(
+            request, request_id=leg.request_id.replace("-p", "-s"), source=source
+        )
+        self._note_leg(request, link, second)
+        return link, second
+
+    @staticmethod
+    def _is_out(request: EngineRequest, progress: _Progress) -> bool:
+        """Whether the client has a token that no engine may say differently any more."""
+        return len(progress.tokens) > len(request.generated)
+
+    async def _merge(
+        self, request: EngineRequest, progress: _Progress, legs: Legs
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """What a prefill and the decode engine that follows it say, each token once.
+
+        Without a follower, or if it is lost, this ends with the prefill. If the prefill is lost
+        before the first token is out, so is the follower's: both begin anew.
+
+        Raises: LegError then.
+        """
+        num_decoded = 0  # tokens that the decode engine has said
+        is_decoding = False
+        while legs:
+            try:
+                name, delta = await legs.next()
+            except LegFailure as failure:
+                if not isinstance(failure.error, LegError):
+                    raise failure.error from failure
+                if failure.name == _PREFILL and not self._is_out(request, progress):
+                    raise failure.error from failure
+                self._retry(request, failure.error)
+                continue
+            if delta is not None and delta.finish_reason == "error" and not delta.token_ids:
+                error = LegError(delta.error or f"a {name} failed", is_taken=True)
+                if name == _PREFILL and not self._is_out(request, progress):
+                    raise error
+                if name == _PREFILL or not num_decoded:
+                    self._retry(request, error)
+                    await legs.drop(name)
+                    continue
+            if name == _PREFILL:
+                if delta is None:
+                    continue
+                progress.ticket = delta.ticket
+                if delta.ticket is None:
+                    progress.drop_ticket()
+                else:
+                    self._timelines.mark(request.request_id, "ticket")
+                if num_decoded:
+                    continue  # the decode engine was quicker, and goes on
+            elif delta is not None:
+                fresh = _after(delta, progress.tokens[num_decoded:])
+                num_decoded += len(delta.token_ids)
+                if fresh is None:
+                    # It computed the prompt itself, and ended up with another first token.
+                    why = "the decode engine began with another token than the prefill engine"
+                    self._retry(request, LegError(why, is_taken=True))
+                    await legs.drop(name)
+                    continue
+                if num_decoded > 1 and not is_decoding:
+                    is_decoding = True
+                    self._timelines.mark(request.request_id, "first decode")
+                    progress.drop_ticket()  # the state was read: it is the decode engine's
+                delta = fresh
+                if not delta.token_ids and delta.finish_reason is None:
+                    continue
+            if delta is not None:
+                yield progress.take(delta, request)
+                if progress.is_finished:
+                    return
 
     async def _decode(
         self, request: EngineRequest, progress: _Progress
@@ -227,12 +321,13 @@ class PairBackend:
             )
             self._note_leg(request, link, leg)
             try:
-                async with aclosing(link.generate(leg)) as deltas:
-                    async for delta in deltas:
-                        # Only now is it certain that the engine took the ticket. Of a client that
-                        # leaves earlier the router gives it back; twice given back is fine.
-                        progress.drop_ticket()
-                        yield progress.take(delta, request)
+                with link.loaded(leg):
+                    async with aclosing(link.generate(leg)) as deltas:
+                        async for delta in deltas:
+                            # Only now is it certain that the engine took the ticket. Of a client
+                            # that leaves earlier the router gives it back; twice is fine.
+                            progress.drop_ticket()
+                            yield progress.take(delta, request)
                 return
             except LegError as error:
                 if error.is_taken:
@@ -334,6 +429,15 @@ class PairBackend:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _after(delta: TokenDelta, said: list[int]) -> TokenDelta | None:
+    """A delta without the tokens at its begin that were said before; None if they differ."""
+    num_said = min(len(said), len(delta.token_ids))
+    if delta.token_ids[:num_said] != said[:num_said]:
+        return None
+    logprobs = None if delta.logprobs is None else delta.logprobs[num_said:]
+    return msgspec.structs.replace(delta, token_ids=delta.token_ids[num_said:], logprobs=logprobs)
 
 
 def _check_url(url: str) -> None:

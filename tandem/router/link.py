@@ -1,8 +1,8 @@
 """One engine as the router reaches it: its probes, its requests, its tickets, over HTTP."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -15,6 +15,7 @@ from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.api_error import DRAINING
 from tandem.server.trust import PROOF_HEADER, ClusterKey
 from tandem.server.wire import BROKEN, EngineStatus, FrameReader, encode_request
+from tandem.state.ticket import PrefillSource
 
 log = get_logger(__name__)
 
@@ -140,13 +141,39 @@ class EngineLink:
                 "does not prove the cluster secret; start it with the same --cluster-secret-file"
             )
 
+    @contextmanager
+    def loaded(self, request: EngineRequest) -> Iterator[None]:
+        """The engine counts as busy with the request, from now on: whoever chooses next sees it."""
+        num_tokens = len(request.prompt_token_ids) + len(request.generated)
+        self.candidate.load.add(num_tokens)
+        try:
+            yield
+        finally:
+            self.candidate.load.remove(num_tokens)
+
+    def source(self, ticket_id: str) -> PrefillSource | None:
+        """What a decode engine needs to follow a prefill here; None if it cannot."""
+        info = None if self.status is None else self.status.info
+        if info is None or not info.streams or info.side_channel is None:
+            return None
+        return PrefillSource(
+            ticket_id=ticket_id,
+            engine_id=info.engine_id,
+            generation=info.generation,
+            address=info.side_channel,
+            lease_s=info.lease_s,
+        )
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether a decode engine reads state while its prefill goes on."""
+        return self.status is not None and self.status.info.streams
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of a request; closing the iterator early aborts it on the engine.
 
         Raises: LegError; RequestError when the engine refuses the request itself.
         """
-        num_tokens = len(request.prompt_token_ids) + len(request.generated)
-        self.candidate.load.add(num_tokens)
         try:
             async with aclosing(self._deltas(request)) as deltas:
                 async for delta in deltas:
@@ -161,8 +188,6 @@ class EngineLink:
             raise
         except TransferError as error:  # bytes that are no answer, or too many
             raise self._lost(str(error), is_taken=True) from error
-        finally:
-            self.candidate.load.remove(num_tokens)
 
     async def _deltas(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         message = self._client.build_request(

@@ -191,7 +191,12 @@ class Worker:
         return part.info if part is not None else None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return self.runner.execute(plan)
+        result = self.runner.execute(plan)
+        is_told = self.rank_info is not None and not all(chunk.sample for chunk in plan.chunks)
+        if is_told and self._device.type == "cuda":
+            # Peers read these pages before the prefill has ended: they must be written by then.
+            torch.cuda.synchronize(self._device)
+        return result
 
     def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
         """Start a part on the transfer thread, which meets the peer first if it has not."""

@@ -11,7 +11,11 @@ from tandem.scheduler.request import EngineRequest, TokenDelta
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """The served model. `max_model_len`: prompt and output together; `created`: Unix seconds."""
+    """The served model. `max_model_len`: prompt and output together; `created`: Unix seconds.
+
+    Of an engine with a role, `streams`: whether state may be read while its prefill goes on.
+    `side_channel`, `generation` and `lease_s` name a prefill engine to those who follow it.
+    """
 
     name: str
     max_model_len: int
@@ -20,6 +24,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     created: int = 0
     role: str = "colocated"  # colocated, prefill, decode; router for a pair
     engine_id: str = ""
+    streams: bool = False
+    side_channel: str | None = None
+    generation: str = ""
+    lease_s: float = 30.0
 
 
 @dataclass(frozen=True)

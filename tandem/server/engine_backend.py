@@ -32,6 +32,10 @@ class EngineBackend:
             created=self._created,
             role=engine.role,
             engine_id=engine.engine_id,
+            streams=engine.streams,
+            side_channel=engine.side_channel,
+            generation=engine.generation,
+            lease_s=engine.lease_s,
         )
 
     async def start(self) -> None:

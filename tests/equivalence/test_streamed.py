@@ -252,6 +252,19 @@ def test_a_first_token_that_ends_the_answer_on_the_decode_engine_alone(
         decode.close()
 
 
+def test_a_first_token_that_ends_the_answer_is_told_to_who_follows(
+    prefill: EngineCore, decode: EngineCore, together: EngineCore
+) -> None:
+    """Nothing is read, nothing computed twice, and nothing has failed."""
+    item = request("one", random_prompts([70], seed=15)[0], greedy(1, logprobs=2))
+    before = decode.stats()
+    follow(prefill, decode, item)
+    assert_equal_outputs([finish(decode, prefill)], run(together, [item]))
+    wait_until_idle(prefill, decode)
+    for name in ("failed_reads_total", "prompt_tokens_total", "transfer_num_done"):
+        assert difference(decode, before, name) == 0
+
+
 def test_a_step_that_fails_on_the_prefill_engine_is_told_to_who_follows(
     prefill: EngineCore,
     decode: EngineCore,

@@ -45,6 +45,7 @@ VALUES: dict[str, list[Any]] = {
     "deadline_s": [10.0, 0.25],
     "quarantine_s": [60.0, 0.5],
     "on_failure": ["recompute", "fail"],
+    "stream_reads": [True, False],
 }
 choices = st.fixed_dictionaries({name: st.sampled_from(items) for name, items in VALUES.items()})
 

@@ -92,7 +92,7 @@ TO_CORE = [
     messages.DetailQuery(4, True),
 ]
 TO_FRONTEND = [
-    messages.EngineInfo("e", "m", 512, 4096, (1, 2), "prefill", "tcp://h:1", "g", 30.0, 2),
+    messages.EngineInfo("e", "m", 512, 4096, (1, 2), "prefill", "tcp://h:1", "g", 30.0, True, 2),
     Failure("RequestError", "no", "prompt"),
     messages.Deltas([DELTA, TokenDelta(request_id="s", token_ids=[])]),
     messages.Refused("r", Failure("CapacityError", "full")),

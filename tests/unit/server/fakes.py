@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandem.errors import EngineDeadError
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.app import create_app
@@ -57,6 +59,9 @@ class ScriptedEngine:
     raise_after: int | None = None  # tokens, then EngineDeadError out of generate
     stall_after: int | None = None  # tokens, then none for as long as any test lasts
     not_ready: str | None = None
+    streams: bool = False
+    # What prefill engines say on their side channels: a ticket, None before it, False after it.
+    board: dict[str, Ticket | bool | None] = field(default_factory=dict)
     held: dict[str, EngineRequest] = field(default_factory=dict)
     requests: list[EngineRequest] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
@@ -72,6 +77,9 @@ class ScriptedEngine:
             created=7,
             role=self.role,
             engine_id=self.engine_id,
+            streams=self.streams,
+            side_channel="tcp://127.0.0.1:5555" if self.role == "prefill" else None,
+            generation="g",
         )
 
     async def start(self):
@@ -95,6 +103,7 @@ class ScriptedEngine:
     async def release_ticket(self, ticket_id):
         self.counts["released"] += 1
         self.held.pop(ticket_id, None)
+        self.board[ticket_id] = False
 
     async def flush_prefix_cache(self):
         self.counts["flushed"] += 1
@@ -112,11 +121,23 @@ class ScriptedEngine:
         finally:
             self.counts["running"] -= 1
             self.counts["finished" if is_over else "aborted"] += 1
+            if request.hold and request.request_id not in self.held:
+                self.board[request.request_id] = False
+            if request.source is not None and not is_over:
+                self.board[request.source.ticket_id] = False
 
     async def _deltas(self, request):
         sampling = request.sampling
         produced = list(request.generated)
         pending = []
+        if request.source is not None:
+            while not isinstance(ticket := self.board.get(request.source.ticket_id), Ticket):
+                if ticket is False:
+                    break  # it computes the prompt itself
+                await asyncio.sleep(0.002)
+            else:
+                self.counts["followed"] += 1
+                request = msgspec.structs.replace(request, ticket=ticket, source=None)
         if request.ticket is not None:
             assert request.ticket.num_tokens == len(request.prompt_token_ids)
             if not produced:
@@ -190,6 +211,7 @@ class ScriptedEngine:
             lease_s=30.0,
         )
         self.held[ticket.ticket_id] = request
+        self.board[ticket.ticket_id] = ticket
         return ticket
 
 
