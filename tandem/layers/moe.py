@@ -79,11 +79,12 @@ class Moe:
         if batch.routing is not None:
             batch.routing.append(ids)
         inner = hidden if self._to_latent is None else self._to_latent(hidden)
-        out = experts_mlp(inner, self._up, self._down, weights, ids, config.activation)
+        shared = None if self._shared is None else self._shared.partial(hidden)
+        base = shared if self._from_latent is None else None
+        out = experts_mlp(inner, self._up, self._down, weights, ids, config.activation, base)
         if self._from_latent is not None:
             out = self._from_latent.partial(out)
-        if self._shared is not None:
-            out = out + self._shared.partial(hidden)
+            out = out if shared is None else out + shared
         return self._tp.all_reduce(out)
 
 

@@ -317,10 +317,14 @@ def check_experts(
     expected = experts_reference.experts_mlp(
         x.float(), up.float(), down.float(), weights, ids, activation
     )
-    poison(num_tokens * top_k * max(hidden, inner), device)
-    out = module.experts_mlp(x, up, down, weights, ids, activation)
-    assert out.dtype == dtype
-    assert_close(out, expected)
+    base = rng.normal(num_tokens, hidden, dtype=dtype)
+    kept = base.clone()
+    for added, value in ((None, expected), (base, expected + base.float())):
+        poison(num_tokens * top_k * max(hidden, inner), device)
+        out = module.experts_mlp(x, up, down, weights, ids, activation, added)
+        assert out.dtype == dtype
+        assert_close(out, value)
+    assert torch.equal(base, kept)
 
 
 def coarser(*dtypes: torch.dtype) -> torch.dtype:

@@ -33,6 +33,7 @@ def experts_mlp(
     weights: torch.Tensor,
     ids: torch.Tensor,
     activation: str,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum of the MLPs that each token chose; see `reference.experts_mlp`."""
-    return choose("experts", reference, x).experts_mlp(x, up, down, weights, ids, activation)
+    return choose("experts", reference, x).experts_mlp(x, up, down, weights, ids, activation, base)

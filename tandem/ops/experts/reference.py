@@ -50,14 +50,16 @@ def experts_mlp(
     weights: torch.Tensor,
     ids: torch.Tensor,
     activation: str,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum over k of weights[t, k] * down[ids[t, k]] @ activation(up[ids[t, k]] @ x[t]).
 
     Args:
         x: [T, h].    up: [E, I, h] for "relu2", [E, 2 I, h] (gate first) for "silu_gated".
         down: [E, h, I].    weights: fp32 [T, k].    ids: int64 [T, k], below E, distinct per token.
+        base: [T, h] in x.dtype, added to the sum; not changed.
 
-    Returns: [T, h] in x.dtype, summed over k in fp32. Experts without a token are not read.
+    Returns: [T, h] in x.dtype, summed in fp32. Experts without a token are not read.
     """
     out = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     # Pairs (token, k) sorted by expert: each expert is one product over an interval of them.
@@ -72,4 +74,6 @@ def experts_mlp(
             part = F.linear(hidden, down[expert]).to(out.dtype)
             out.index_add_(0, tokens[here], part * pair_weights[here])
             start += count
+    if base is not None:
+        out += base
     return out.to(x.dtype)

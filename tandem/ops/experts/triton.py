@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tandem.errors import ShapeError
 from tandem.ops.experts import reference
-from tandem.ops.tiles import find_tile, is_plain, kernel, num_tiles
+from tandem.ops.tiles import FLOATS, find_tile, is_plain, kernel, num_tiles
 from tandem.ops.tuning import tuned
 
 # Up to this many pairs, comparing each with all is faster than a sort of several launches.
@@ -68,6 +68,7 @@ def experts_mlp(
     weights: torch.Tensor,
     ids: torch.Tensor,
     activation: str,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.experts_mlp`. Products round to x.dtype, their inputs stay in it."""
     if activation not in ("relu2", "silu_gated"):
@@ -79,8 +80,9 @@ def experts_mlp(
         and down.is_contiguous()
         and weights.is_contiguous()
         and ids.is_contiguous()
+        and (base is None or (base.is_contiguous() and base.dtype in FLOATS))
     ):
-        return reference.experts_mlp(x, up, down, weights, ids, activation)
+        return reference.experts_mlp(x, up, down, weights, ids, activation, base)
     (num_tokens, hidden), (num_experts, _, inner) = x.shape, down.shape
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     if not num_tokens:
@@ -98,9 +100,11 @@ def experts_mlp(
     experts_sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
         parts,
         weights,
+        out if base is None else base,
         out,
         hidden,
         TOP_K=top_k,
+        HAS_BASE=base is not None,
         BC=tile,
         num_warps=4 if tile >= 512 else 1,
     )
@@ -334,9 +338,16 @@ def experts_product_kernel(
 
 @kernel
 def experts_sum_kernel(
-    p_parts, p_weights, p_out, num_channels, TOP_K: tl.constexpr, BC: tl.constexpr
+    p_parts,
+    p_weights,
+    p_base,
+    p_out,
+    num_channels,
+    TOP_K: tl.constexpr,
+    HAS_BASE: tl.constexpr,
+    BC: tl.constexpr,
 ):
-    """Weighted sum of one token's TOP_K parts, BC channels."""
+    """Weighted sum of one token's TOP_K parts and its base, BC channels."""
     i_token = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = o_c < num_channels
@@ -345,4 +356,7 @@ def experts_sum_kernel(
         weight = tl.load(p_weights + i_token * TOP_K + k)
         p_part = p_parts + (i_token * TOP_K + k) * num_channels + o_c
         b_out += tl.load(p_part, mask=m_c, other=0.0).to(tl.float32) * weight
+    if HAS_BASE:
+        p_own = p_base + i_token * num_channels + o_c
+        b_out += tl.load(p_own, mask=m_c, other=0.0).to(tl.float32)
     tl.store(p_out + i_token * num_channels + o_c, b_out.to(p_out.dtype.element_ty), mask=m_c)

@@ -4,12 +4,32 @@ from typing import Any
 
 import torch
 
+from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext, RotaryTables
 from tandem.layers.parallel import SingleRank, TensorParallel
 from tandem.layers.weight import Weight
 
 HIDDEN = 16
 CPU = torch.device("cpu")
+
+
+def batch_of(num_tokens: int, routing: list[torch.Tensor] | None = None) -> ForwardBatch:
+    """One row without state, for layers that look at tokens alone."""
+    where = torch.arange(num_tokens)
+    return ForwardBatch(
+        token_ids=where,
+        positions=where,
+        query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
+        context_lens=torch.tensor([num_tokens], dtype=torch.int32),
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        slots=torch.zeros(1, dtype=torch.int64),
+        has_state=torch.zeros(1, dtype=torch.bool),
+        token_pages=torch.zeros_like(where),
+        token_offsets=where,
+        num_decode=0,
+        state={},
+        routing=routing,
+    )
 
 
 def context(tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32) -> LayerContext:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tandem.config.model import MoeConfig
 from tandem.layers.moe import Moe
 from tests.stepper import ThreadGroup
-from tests.unit.layers.building import HIDDEN, build, context, stored_tensors
+from tests.unit.layers.building import HIDDEN, batch_of, build, context, stored_tensors
 
 X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
 CONFIG = MoeConfig(
@@ -62,7 +62,10 @@ def test_ranks_hold_the_same_experts(change: dict, tp: int) -> None:
     config = replace(CONFIG, **change)
     stored = stored_tensors(Moe, config)
     reference = torch.stack([expected(config, stored, x) for x in X])
-    for out in ThreadGroup(tp).run(lambda rank: build(Moe, config, stored, context(rank))(X, None)):
+    batch = batch_of(len(X))
+    for out in ThreadGroup(tp).run(
+        lambda rank: build(Moe, config, stored, context(rank))(X, batch)
+    ):
         torch.testing.assert_close(out, reference)
 
 
@@ -72,3 +75,11 @@ def test_router_is_fp32_in_a_16_bit_model() -> None:
         "gate.weight",
         "gate.bias",
     }
+
+
+def test_choices_are_left_for_whoever_counts_them() -> None:
+    routing: list[torch.Tensor] = []
+    build(Moe, CONFIG, stored_tensors(Moe, CONFIG), context())(X, batch_of(len(X), routing))
+    (ids,) = routing
+    assert ids.shape == (len(X), CONFIG.top_k)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < CONFIG.num_experts
