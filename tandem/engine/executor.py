@@ -37,6 +37,7 @@ START_TIMEOUT_S = 1800.0
 STEP_TIMEOUT_S = 600.0
 # Once one rank has failed, the others fail too or are stuck waiting for it.
 _FAILURE_GRACE_S = 5.0
+_SEND_CHECK_MS = 100
 
 
 class Mover(Protocol):
@@ -171,7 +172,7 @@ class ProcessExecutor:
         """
         data = self._encoder.encode(message)
         for socket in self._sockets:
-            socket.send(data)
+            self._send(socket, data)
         replies: dict[int, FromRank] = {}
         deadline = time.monotonic() + STEP_TIMEOUT_S
         while len(replies) < len(self._sockets):
@@ -195,6 +196,17 @@ class ProcessExecutor:
             self._events.extend((rank, event) for event in reply.reads)
             result = reply.result if rank == 0 else result
         return result
+
+    def _send(self, socket: "zmq.Socket[bytes]", data: bytes) -> None:
+        """Raises: EngineDeadError if a rank has ended: a socket without a peer blocks for ever."""
+        while True:
+            try:
+                socket.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                self.check()
+                socket.poll(_SEND_CHECK_MS, zmq.POLLOUT)
+            else:
+                return
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = self._command(Execute(plan))

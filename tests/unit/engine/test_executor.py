@@ -1,6 +1,7 @@
 """Commands to several ranks: all answer, or the engine ends."""
 
 import threading
+import time
 
 import msgspec
 import pytest
@@ -83,3 +84,19 @@ def test_a_rank_that_fails_alone_ends_the_engine(monkeypatch, failing):
     with pytest.raises(EngineDeadError, match=rf"rank {1 - failing} did not answer.*out of memory"):
         executor.execute(PLAN)
     executor.close()
+
+
+def test_a_rank_that_ended_between_two_steps_is_noticed_before_anything_is_sent_to_it(monkeypatch):
+    replies = [[RankReply(StepResult(7, []), [])], [RankReply(StepResult(7, []), [])]]
+    executor = start(monkeypatch, replies)
+    try:
+        assert executor.execute(PLAN) == StepResult(7, [])
+        executor._processes[1].wait()  # its socket has no peer any more
+        while executor._sockets[1].poll(0, zmq.POLLOUT):
+            time.sleep(0.01)
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match="rank 1 ended with status 0"):
+            executor.execute(PLAN)
+        assert time.monotonic() - started < 10
+    finally:
+        executor.close()
