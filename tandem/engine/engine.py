@@ -34,7 +34,7 @@ from tandem.scheduler.policy import build_request, check_request
 from tandem.scheduler.request import EngineRequest, Request, RequestState, TokenDelta
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.step import StepPlan
-from tandem.state.ticket import Progress, Ticket
+from tandem.state.ticket import Progress, Ticket, digest_of
 from tandem.transfer.identity import EngineIdentity, build_model_identity, current_process
 from tandem.transfer.push_board import PushBoard
 from tandem.transfer.ticket_client import TicketClient
@@ -242,7 +242,11 @@ class EngineCore:
                 self._give_back(request.ticket)
             raise
         self._can_run = True
-        if built.hold and self._holds is not None and not self._holds.register(request.request_id):
+        if (
+            built.hold
+            and self._holds is not None
+            and not self._holds.register(request.request_id, request.prompt_token_ids)
+        ):
             self._scheduler.abort(request.request_id)
             early = LeaseError(
                 f"ticket {request.request_id} was given back before its request came"
@@ -255,7 +259,12 @@ class EngineCore:
             return
         source = request.ticket or request.source
         if source is not None and self._reads is not None:
-            self._reads.open(request.request_id, source, len(request.prompt_token_ids))
+            self._reads.open(
+                request.request_id,
+                source,
+                len(request.prompt_token_ids),
+                digest_of(request.prompt_token_ids),
+            )
 
     def _give_back(self, ticket: Ticket | None) -> None:
         if self._client is not None and ticket is not None:

@@ -1,11 +1,20 @@
 """Prefills of a prefill engine that a reader waits for: tickets, leases, and memory that is freed
 when they end. A ticket has the id of its request, so it can be given back from the start."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from tandem.cache.lease import LeaseCounts, LeaseTable
 from tandem.cache.manager import CacheManager
 from tandem.scheduler.request import TokenDelta
 from tandem.scheduler.step import Chunk
-from tandem.state.ticket import Progress, Ticket
+from tandem.state.ticket import Progress, Ticket, digest_of
+
+
+@dataclass
+class _Prefill:
+    prompt_digest: str
+    attempt: int = 0  # how often it was begun
 
 
 class HoldDesk:
@@ -28,22 +37,23 @@ class HoldDesk:
         self._engine_id = engine_id
         self._generation = generation
         self._address = address
-        self._computing: dict[str, int] = {}  # how often each was begun
+        self._computing: dict[str, _Prefill] = {}
 
-    def register(self, request_id: str) -> bool:
+    def register(self, request_id: str, prompt_token_ids: Sequence[int]) -> bool:
         """A prefill to hold has been queued. False if its ticket was given back before."""
         if not self._leases.register(request_id, Progress()):
             return False
-        self._computing[request_id] = 0
+        self._computing[request_id] = _Prefill(digest_of(prompt_token_ids))
         return True
 
     def advance(self, chunk: Chunk) -> None:
         """A step has computed a chunk: the K/V up to its end lies in the request's pages and stays
         there, unless the request is preempted and begins anew."""
         request_id = chunk.request_id
-        if request_id not in self._computing:
+        prefill = self._computing.get(request_id)
+        if prefill is None:
             return
-        self._computing[request_id] += chunk.first_page == 0
+        prefill.attempt += chunk.first_page == 0
         if chunk.sample:
             return  # it is finished, and has been held or freed
         num_tokens = chunk.start + len(chunk.token_ids)
@@ -51,7 +61,7 @@ class HoldDesk:
         progress = Progress(
             tuple(pages),
             num_tokens,
-            self._computing[request_id],
+            prefill.attempt,
             page_tokens=self._cache.geometry.page_tokens,
         )
         self._leases.publish(request_id, progress)
@@ -60,27 +70,32 @@ class HoldDesk:
         """A ticket for the prefill that `delta` (finish_reason "hold") reports; its lease runs."""
         request_id = delta.request_id
         state = self._cache.held(request_id)
+        prefill = self._computing.pop(request_id)
         num_pages = self._cache.pages_for(delta.num_prompt_tokens)
-        ticket = self._ticket(delta, tuple(state.pages[:num_pages]), state.slot)
+        pages = tuple(state.pages[:num_pages])
+        ticket = self._ticket(delta, prefill.prompt_digest, pages, state.slot)
         # Given back in this very step, it gets no lease, and sweep() frees its memory.
-        self._leases.grant(request_id, Progress.of(ticket, self._computing.pop(request_id, 0)))
+        self._leases.grant(request_id, Progress.of(ticket, prefill.attempt))
         return ticket
 
     def finish(self, delta: TokenDelta) -> None:
         """The first token, in `delta`, has ended the answer: who follows learns it, and finds no
         state. Others are ignored."""
-        attempt = self._computing.pop(delta.request_id, None)
-        if attempt is not None:
-            last = Progress.of(self._ticket(delta, (), None), attempt)
-            self._leases.withdraw(delta.request_id, last)
+        prefill = self._computing.pop(delta.request_id, None)
+        if prefill is not None:
+            ticket = self._ticket(delta, prefill.prompt_digest, (), None)
+            self._leases.withdraw(delta.request_id, Progress.of(ticket, prefill.attempt))
 
-    def _ticket(self, delta: TokenDelta, pages: tuple[int, ...], slot: int | None) -> Ticket:
+    def _ticket(
+        self, delta: TokenDelta, prompt_digest: str, pages: tuple[int, ...], slot: int | None
+    ) -> Ticket:
         return Ticket(
             ticket_id=delta.request_id,
             engine_id=self._engine_id,
             generation=self._generation,
             address=self._address,
             num_tokens=delta.num_prompt_tokens,
+            prompt_digest=prompt_digest,
             pages=pages,
             slot=slot,
             page_tokens=self._cache.geometry.page_tokens,

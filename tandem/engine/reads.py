@@ -51,6 +51,7 @@ class _Part:
 class _Read:
     source: PrefillSource
     num_tokens: int  # of the prompt
+    prompt_digest: str
     progress: Progress  # of the prefill, as far as we know
     peer: PeerInfo | None = None  # once its pages may be read
     is_open: bool = False  # whether the lease of the ticket was confirmed
@@ -153,11 +154,13 @@ class ReadDesk:
     def is_reading(self, request_id: str) -> bool:
         return request_id in self._reads
 
-    def open(self, request_id: str, source: PrefillSource, num_tokens: int) -> None:
+    def open(
+        self, request_id: str, source: PrefillSource, num_tokens: int, prompt_digest: str
+    ) -> None:
         """Meet the engine of a prefill of `num_tokens` tokens, follow it, and keep the lease of its
-        ticket, memory or not."""
+        ticket, memory or not. A ticket of another prompt fails the read."""
         progress = Progress.of(source) if isinstance(source, Ticket) else Progress()
-        self._reads[request_id] = _Read(source, num_tokens, progress)
+        self._reads[request_id] = _Read(source, num_tokens, prompt_digest, progress)
         self._client.open(request_id, source)
         self._watch.opened(request_id, source, num_tokens)
 
@@ -232,6 +235,8 @@ class ReadDesk:
                 f"{read.num_tokens}"
             )
             return [self.fail(request_id, error)]
+        if ticket is not None and ticket.prompt_digest != read.prompt_digest:
+            return [self.fail(request_id, f"ticket {ticket.ticket_id} is of another prompt")]
         self._watch.progressed(request_id, progress)
         read.progress = progress
         self._news.append((request_id, progress))

@@ -6,6 +6,7 @@ from tandem.cache.manager import CacheManager
 from tandem.errors import CapacityError, RequestError
 from tandem.scheduler.request import EngineRequest, Request
 from tandem.state.arena import ArenaGeometry
+from tandem.state.ticket import digest_of
 from tandem.units import ceil_div
 
 
@@ -122,6 +123,13 @@ def _check_ticket(request: Request) -> None:
         raise RequestError(
             f"ticket {ticket.ticket_id} covers {ticket.num_tokens} tokens, the prompt has "
             f"{num_prompt}; they must be the same prompt",
+            "ticket",
+        )
+    digest = digest_of(request.prompt_token_ids)
+    if ticket.prompt_digest != digest:
+        raise RequestError(
+            f"ticket {ticket.ticket_id} is of another prompt (digest {ticket.prompt_digest[:32]}, "
+            f"this one has {digest}); send both engines the same request",
             "ticket",
         )
     if request.output_token_ids and request.output_token_ids[0] != ticket.first_token:

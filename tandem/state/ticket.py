@@ -1,6 +1,9 @@
 """The ticket: where a finished prefill waits, and what its reader must know; and what is known of
 it before it is finished."""
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -11,6 +14,11 @@ from tandem.config.engine import MAX_LEASE_S
 # A ticket comes from afar: what is outside these bounds is refused where it is decoded.
 _Text = Annotated[str, Meta(max_length=512)]
 _Id = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """Names a prompt: equal for equal tokens, and for no others that anyone could find."""
+    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -38,10 +46,12 @@ class Ticket(PrefillSource, frozen=True, kw_only=True):
     """A finished prefill of exactly `num_tokens` prompt tokens, held until released.
 
     The reader continues at token `num_tokens` with `first_token` as its next input: no prompt
-    token is fed twice.
+    token is fed twice. `prompt_digest` (`digest_of`) says of which prompt this is the state: a
+    reader that keeps pages for others must not file them under another one's tokens.
     """
 
     num_tokens: _Id
+    prompt_digest: _Text
     pages: tuple[_Id, ...]
     slot: _Id | None
     page_tokens: _Id

@@ -40,6 +40,7 @@ SOURCE = PrefillSource(
 TICKET = Ticket(
     **msgspec.structs.asdict(SOURCE),
     num_tokens=3,
+    prompt_digest="d",
     pages=(0, 1),
     slot=2,
     page_tokens=16,

@@ -9,7 +9,9 @@ from tandem.errors import LeaseError
 from tandem.scheduler.request import TokenDelta
 from tandem.scheduler.step import Chunk
 from tandem.state.arena import build_geometry
-from tandem.state.ticket import Progress, Ticket, TokenLogprob
+from tandem.state.ticket import Progress, Ticket, TokenLogprob, digest_of
+
+PROMPT = list(range(40, 73))
 
 
 class Bench:
@@ -36,7 +38,7 @@ class Bench:
         return before - self.cache.counts().held.num_sequences
 
     def begin(self, request_id: str = "r", num_tokens: int = 33) -> None:
-        assert self.desk.register(request_id)
+        assert self.desk.register(request_id, PROMPT)
         self.cache.try_reserve(request_id, num_tokens + 1)
 
     def chunk(self, start: int, stop: int, first_page: int, *, sample: bool = False) -> None:
@@ -68,6 +70,7 @@ def test_a_ticket_says_what_its_reader_must_know(bench: Bench) -> None:
     assert len(state.pages) == 3
     assert ticket.pages == tuple(state.pages[:2])  # the pages of 32 tokens, and no more
     assert ticket.slot == state.slot
+    assert ticket.prompt_digest == digest_of(PROMPT)
     assert (ticket.num_tokens, ticket.page_tokens) == (32, 16)
     assert (ticket.first_token, ticket.first_logprob) == (77, TokenLogprob(-0.5, ((77, -0.5),)))
     assert (ticket.engine_id, ticket.generation, ticket.address, ticket.lease_s) == (
@@ -127,7 +130,7 @@ def test_given_back_while_it_is_computed_it_is_stopped_or_freed(
 
 def test_given_back_before_it_comes_it_is_not_begun(bench: Bench) -> None:
     assert not bench.desk.release("r")
-    assert not bench.desk.register("r")
+    assert not bench.desk.register("r", PROMPT)
     assert bench.desk.sweep() == []
 
 

@@ -23,6 +23,7 @@ TICKET = Ticket(
     generation="g",
     address="tcp://127.0.0.1:1",
     num_tokens=20,
+    prompt_digest="d",
     pages=(5, 6),
     slot=None,
     page_tokens=16,

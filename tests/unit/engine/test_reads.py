@@ -21,6 +21,7 @@ def ticket(ticket_id: str = "t") -> Ticket:
         generation="g1",
         address=PEER.address,
         num_tokens=20,
+        prompt_digest="d",
         pages=(5, 6),
         slot=3,
         page_tokens=16,
@@ -95,7 +96,7 @@ class Bench:
         )
 
     def open(self, request_id: str = "r") -> None:
-        self.desk.open(request_id, ticket(), 20)
+        self.desk.open(request_id, ticket(), 20, "d")
         self.client.events.append(OpenEvent(request_id, "open", peer=PEER))
 
     def start(self, request_id: str = "r") -> None:
@@ -110,7 +111,7 @@ class Bench:
         source = PrefillSource(
             ticket_id="t", engine_id="P", generation="g1", address=PEER.address, lease_s=30.0
         )
-        self.desk.open(request_id, source, num_tokens)
+        self.desk.open(request_id, source, num_tokens, "d")
         self.desk.start(request_id, [8, 9, 7], 4)
 
     def hear(self, progress: Progress, request_id: str = "r") -> list[ReadOutcome]:
@@ -138,7 +139,7 @@ def bench() -> Bench:
 
 
 def test_a_read_is_posted_once_its_ticket_is_open_and_its_memory_reserved(bench: Bench) -> None:
-    bench.desk.open("r", ticket(), 20)
+    bench.desk.open("r", ticket(), 20, "d")
     assert bench.client.opened == ["r"]
     assert bench.advance() == []
     bench.client.events = [OpenEvent("r", "open", peer=PEER)]
@@ -204,7 +205,7 @@ def test_a_lost_peer_is_met_anew(bench: Bench) -> None:
 
 
 def test_a_ticket_that_does_not_open_fails_at_once(bench: Bench) -> None:
-    bench.desk.open("r", ticket(), 20)
+    bench.desk.open("r", ticket(), 20, "d")
     bench.client.events = [OpenEvent("r", "failed", error="its lease has ended")]
     assert bench.advance() == [ReadOutcome("r", False, True, "its lease has ended")]
     assert bench.executor.posted == []
@@ -425,7 +426,7 @@ def test_memory_may_come_later_than_the_ticket(bench: Bench) -> None:
     source = PrefillSource(
         ticket_id="t", engine_id="P", generation="g1", address=PEER.address, lease_s=30.0
     )
-    bench.desk.open("r", source, 40)
+    bench.desk.open("r", source, 40, "d")
     bench.hear(Progress((5, 6), 32, 1))
     bench.hear(Progress.of(FINAL, 1))
     assert bench.parts() == []
@@ -438,6 +439,13 @@ def test_a_prefill_of_another_length_is_refused(bench: Bench) -> None:
     bench.follow(num_tokens=41)
     (outcome,) = bench.hear(Progress.of(FINAL, 1))
     assert outcome.error == "ticket t covers 40 tokens, the prompt has 41"
+
+
+def test_a_prefill_of_another_prompt_is_refused(bench: Bench) -> None:
+    bench.follow()
+    final = msgspec.structs.replace(FINAL, prompt_digest="e")
+    (outcome,) = bench.hear(Progress.of(final, 1))
+    assert (outcome.is_ready, outcome.error) == (False, "ticket t is of another prompt")
     assert bench.desk.take_news() == []
     assert bench.client.released == [("t", 2)]
 

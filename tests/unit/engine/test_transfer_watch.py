@@ -19,6 +19,7 @@ def ticket(engine_id: str = "P", generation: str = "g1") -> Ticket:
         generation=generation,
         address=f"tcp://{engine_id}:1",
         num_tokens=40,
+        prompt_digest="d",
         pages=(5, 6, 7),
         slot=3,
         page_tokens=16,

@@ -11,7 +11,7 @@ from tandem.scheduler.request import EngineRequest, Request, SamplingParams, Tok
 from tandem.scheduler.scheduler import NO_SLOT, Scheduler
 from tandem.scheduler.step import Sample, StepPlan, StepResult
 from tandem.state.arena import build_geometry
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import Ticket, digest_of
 
 EOS = 1
 PAGE_TOKENS = 16
@@ -95,6 +95,7 @@ def make_ticket(prompt: list[int], first_token: int | None = None) -> Ticket:
         generation="1",
         address="tcp://127.0.0.1:1",
         num_tokens=len(prompt),
+        prompt_digest=digest_of(prompt),
         pages=tuple(range(-(-len(prompt) // PAGE_TOKENS))),
         slot=0,
         page_tokens=PAGE_TOKENS,

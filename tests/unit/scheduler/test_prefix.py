@@ -2,6 +2,7 @@
 
 import pytest
 
+from tandem.errors import RequestError
 from tandem.scheduler.request import Request
 from tandem.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.fake import (
@@ -228,6 +229,15 @@ def test_a_cache_that_is_full_keeps_nobody_waiting():
     assert answer(worker, read("last", prompt)) == generate(prompt, 4)
     assert scheduler.counts().preempted_total == 0
     assert scheduler.cache.counts().is_idle
+
+
+def test_a_ticket_of_another_prompt_is_refused():
+    """Its pages would be filed under tokens that are not theirs, and serve whoever asks next."""
+    scheduler, _ = decode_engine()
+    request = make_request("r", prompt_of(40), 4, ticket=make_ticket([9, *prompt_of(39)]))
+    with pytest.raises(RequestError, match="of another prompt"):
+        scheduler.add(request)
+    assert not scheduler.has_work()
 
 
 def test_without_a_tree_nothing_is_kept():

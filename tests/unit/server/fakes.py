@@ -17,7 +17,7 @@ from tandem.server.app import create_app
 from tandem.server.backend import Health, ModelInfo
 from tandem.server.gate import Gate
 from tandem.server.listen import bind, server
-from tandem.state.ticket import Ticket, TokenLogprob
+from tandem.state.ticket import Ticket, TokenLogprob, digest_of
 from tests.unit.tokenizers import byte_level
 
 EOS = 1
@@ -203,6 +203,7 @@ class ScriptedEngine:
             generation="g",
             address="tcp://127.0.0.1:5555",
             num_tokens=len(request.prompt_token_ids),
+            prompt_digest=digest_of(request.prompt_token_ids),
             pages=(3, 4),
             slot=1,
             page_tokens=16,

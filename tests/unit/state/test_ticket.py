@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from tandem.state.ticket import Ticket
+from tandem.state.ticket import Ticket, digest_of
 
 FIELDS = {
     "ticket_id": "t",
@@ -9,6 +9,7 @@ FIELDS = {
     "generation": "g",
     "address": "tcp://127.0.0.1:1",
     "num_tokens": 20,
+    "prompt_digest": "d",
     "pages": [4, 5],
     "slot": 3,
     "page_tokens": 16,
@@ -46,3 +47,9 @@ def test_values_that_no_engine_gives_are_refused_where_they_arrive(change):
     raw = msgspec.msgpack.encode({**FIELDS, **change})
     with pytest.raises(msgspec.ValidationError, match=name):
         msgspec.msgpack.decode(raw, type=Ticket)
+
+
+def test_a_digest_names_tokens_in_their_order() -> None:
+    prompts = ([1, 2], [2, 1], [1], [1, 2, 0], [256, 1], [1, 256], [0, 1, 2])
+    assert len({digest_of(prompt) for prompt in prompts}) == len(prompts)
+    assert digest_of((1, 2)) == digest_of([1, 2])

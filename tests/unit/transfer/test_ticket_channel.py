@@ -47,6 +47,7 @@ def ticket_for(address, generation="g1", ticket_id="t1", lease_s=5.0) -> Ticket:
         generation=generation,
         address=address,
         num_tokens=3,
+        prompt_digest="d",
         pages=(0,),
         slot=0,
         page_tokens=16,
