@@ -11,6 +11,7 @@ import pytest
 from tandem.engine import sizing
 from tandem.engine.engine import EngineCore
 from tandem.scheduler.request import EngineRequest
+from tandem.scheduler.step import StepPlan
 from tests.equivalence.engines import (
     Output,
     assert_equal_outputs,
@@ -184,7 +185,7 @@ def small(engines: Engines, tiny_folder: Callable[[str], Path]) -> Iterator[Pair
     decode.close()
 
 
-def test_a_cache_that_is_full_gives_way_and_preempted_requests_say_the_same(small: Pair) -> None:
+def test_a_cache_that_is_full_gives_way(small: Pair) -> None:
     starts = random_prompts([40, 48, 70], seed=9)
     rng = random.Random(4)
     items = []
@@ -198,11 +199,45 @@ def test_a_cache_that_is_full_gives_way_and_preempted_requests_say_the_same(smal
     stats = small.decode.stats()
     assert stats["prefix_hit_tokens_total"] > 0
     assert stats["cached_num_evicted_pages"] > 0
-    assert stats["preemptions_total"] > 0
     assert stats["failed_reads_total"] == 0
     assert stats["cached_num_pages"] == stats["pool_held_pages"] > 0
     small.decode.flush_prefix_cache()
     assert small.decode.stats()["pool_free_slabs"] == 7
+
+
+def test_requests_that_are_preempted_on_shared_pages_say_the_same(
+    small: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four fit with their prompts, and not with their answers."""
+    (start,) = random_prompts([48], seed=9)
+    items = [
+        request(f"r{index}", start + text, greedy(100, logprobs=1))
+        for index, text in enumerate(random_prompts([3, 1, 5, 2], seed=8))
+    ]
+    expected = run(small.together, items)
+    run_apart(small.prefill, small.decode, [request("before", start, greedy(2))])
+    held = run(small.prefill, [msgspec.structs.replace(item, hold=True) for item in items])
+    # Nobody decodes before all are there, however long a read takes.
+    schedule = small.decode._scheduler.schedule
+
+    def schedule_together() -> StepPlan | None:
+        is_begun = small.decode.stats()["output_tokens_total"] > num_said
+        return schedule() if is_begun or small.decode.stats()["running"] == 4 else None
+
+    num_said = small.decode.stats()["output_tokens_total"]
+    monkeypatch.setattr(small.decode._scheduler, "schedule", schedule_together)
+    outputs = run(
+        small.decode,
+        [
+            msgspec.structs.replace(item, ticket=first.ticket)
+            for item, first in zip(items, held, strict=True)
+        ],
+    )
+    assert_equal_outputs(outputs, expected)
+    stats = small.decode.stats()
+    assert stats["prefix_hit_tokens_total"] == 4 * 48
+    assert stats["preemptions_total"] > 0
+    assert stats["is_idle"]
 
 
 def test_requests_that_are_aborted_at_random_leave_cached_pages_alone(small: Pair) -> None:
