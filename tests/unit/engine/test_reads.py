@@ -435,6 +435,14 @@ def test_memory_may_come_later_than_the_ticket(bench: Bench) -> None:
     assert bench.parts() == [(0, 16, 40, 3)]
 
 
+def test_what_is_cached_of_a_plain_tickets_prompt_is_not_read(bench: Bench) -> None:
+    bench.open()
+    bench.desk.start("r", [8, 9], 4, start_token=16)
+    bench.advance()
+    (command,) = bench.executor.posted
+    assert (command.start_token, command.stop_token, command.dst_slot) == (16, 20, 4)
+
+
 def test_a_prefill_of_another_length_is_refused(bench: Bench) -> None:
     bench.follow(num_tokens=41)
     (outcome,) = bench.hear(Progress.of(FINAL, 1))
