@@ -65,6 +65,7 @@ class Bench:
             generation="g",
             address="tcp://127.0.0.1:1",
             num_tokens=NUM_TOKENS,
+            prompt_digest="d",
             pages=self.pages,
             slot=self.slot,
             page_tokens=16,
