@@ -350,16 +350,22 @@ def bench_faults(
     scenarios = choose(scenario or [])
     tandem_log.configure(log_level)
     console = Console(highlight=False, soft_wrap=True)
-    results = run_faults(
+    results: list[Any] = []
+
+    def tell(result: Any) -> None:
+        results.append(result)
+        render([result], console)
+        if json_path is not None:  # each time: a run takes long, and may be ended
+            Path(json_path).write_text(json.dumps(summary(results), indent=1) + "\n")
+
+    run_faults(
         model,
         scenarios,
         flags=("--transfer", transfer) if transfer else (),
         folder=Path(folder) if folder else None,
-        tell=lambda result: render([result], console),
+        tell=tell,
     )
     render(results, console)
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(summary(results), indent=1) + "\n")
     if any(result.problems for result in results):
         raise typer.Exit(1)
 

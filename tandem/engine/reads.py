@@ -216,8 +216,14 @@ class ReadDesk:
                 self._watch.met(opened.request_id, opened.met_at)
             if opened.progress is not None:
                 outcomes += self._on_progress(opened.request_id, read, opened.progress)
+        stuck = self._stuck_peers()
         for request_id, read in self._reads.items():
-            if read.peer is not None and read.pages is not None and read.error is None:
+            if read.peer is None or read.pages is None or read.error is not None:
+                continue
+            if read.peer.key in stuck:
+                read.error = f"earlier moves from {read.peer.engine_id} have not ended yet"
+                read.reason = "deadline"
+            else:
                 self._post_more(request_id, read, read.peer, read.pages)
         if self._draining or any(read.parts for read in self._reads.values()):
             for rank, event in self._mover.poll_moves():
@@ -226,6 +232,17 @@ class ReadDesk:
             if not read.parts and (read.error is not None or (read.is_all_posted and read.is_open)):
                 outcomes.append(self._finish(request_id, read))
         return outcomes + self._end_hopeless()
+
+    def _stuck_peers(self) -> set[tuple[str, str]]:
+        """Incarnations whose given-up moves are past the deadline and still in flight: whatever is
+        asked of them would only wait as long, and its memory would be stuck too."""
+        overdue = self._clock() - self._deadline_s
+        return {
+            read.peer.key
+            for read in self._draining.values()
+            if read.peer is not None
+            and any(part.posted_at <= overdue for part in read.parts.values())
+        }
 
     def _on_progress(self, request_id: str, read: _Read, progress: Progress) -> list[ReadOutcome]:
         ticket = progress.ticket

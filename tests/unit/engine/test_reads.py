@@ -254,6 +254,29 @@ def test_the_deadline_runs_from_the_post(bench: Bench) -> None:
     assert bench.executor.given_up == ["r"]
 
 
+def test_nothing_is_asked_of_a_peer_whose_given_up_reads_are_stuck(bench: Bench) -> None:
+    bench.start("stuck")
+    bench.now += DEADLINE_S + 0.1
+    assert [outcome.request_id for outcome in bench.advance()] == ["stuck"]
+    bench.open("next")
+    bench.desk.start("next", [1, 2], 0)
+    (outcome,) = bench.advance()
+    assert (outcome.request_id, outcome.is_ready, outcome.is_quiet) == ("next", False, True)
+    assert outcome.error == "earlier moves from P have not ended yet"
+    assert [item.request_id for item in bench.executor.posted] == ["stuck"]
+    bench.tell(0, "drained", "stuck")
+    bench.tell(1, "drained", "stuck")
+    assert bench.advance() == [ReadOutcome("stuck", is_ready=False, is_quiet=True)]
+    bench.start("after")
+
+
+def test_reads_that_were_given_up_a_moment_ago_stop_nobody(bench: Bench) -> None:
+    bench.start("left")
+    assert not bench.desk.abandon("left")
+    bench.start("next")
+    assert [item.request_id for item in bench.executor.posted] == ["left", "next"]
+
+
 def test_what_arrived_counts_before_the_deadline_is_judged(bench: Bench) -> None:
     bench.start()
     bench.now += 2 * DEADLINE_S  # the loop was busy elsewhere
