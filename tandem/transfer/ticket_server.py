@@ -18,6 +18,7 @@ from tandem.config.secret import require_secret
 from tandem.errors import ConfigError, HandshakeError, LeaseError, TransferError
 from tandem.log import get_logger
 from tandem.state.ticket import Progress
+from tandem.transfer.backlog import BacklogGuard
 from tandem.transfer.identity import EngineIdentity
 from tandem.transfer.layout import PeerInfo, RankInfo, check_peer
 from tandem.transfer.protocol import (
@@ -148,6 +149,9 @@ class TicketServer:
             ),
             0,
         )
+        self._guard = BacklogGuard(
+            self._socket, int(self.address.rpartition(":")[2]), 3 * MAX_REQUEST_NBYTES
+        )
         self._followers: dict[tuple[bytes, str], _Follower] = {}  # by asker and ticket
         # ZMQ sockets belong to the thread; this pair of plain ones wakes it.
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -217,7 +221,9 @@ class TicketServer:
                     self._serve()
                 self._tell_followers()
                 self._tell_pushes()
+                self._guard.check()
         finally:
+            self._guard.close()
             self._socket.close(linger=0)
 
     def _sleep_again(self) -> None:
@@ -264,13 +270,16 @@ class TicketServer:
 
     def _serve(self) -> None:
         """Answer one message; drop one that cannot be understood."""
-        peer, *frames = self._socket.recv_multipart()
+        received = self._socket.recv_multipart(copy=False)
+        connection = self._guard.took(received)
+        peer, *frames = [frame.bytes for frame in received]
         answer: list[bytes] | None
         try:
             check_version(frames)
             opened = self._seal.open(peer, frames)
             answer = opened.answer
             if opened.frames is not None:
+                self._guard.know(connection)
                 reply = self._answer(peer, decode_request(opened.frames))
                 answer = None if reply is None else self._seal.seal(peer, encode(reply))
         except VersionError as error:
