@@ -15,7 +15,6 @@ from tests.unit.transfer.test_ticket_channel import SECRET, Prefill, event
 # ZMTP 3.0: the greeting of the NULL mechanism, and a DEALER's READY.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 _READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-_HANDSHAKE = _GREETING + b"\x04" + bytes([len(_READY)]) + _READY
 MORE = b"\x01"
 MORE_LONG = b"\x03"
 
@@ -28,8 +27,14 @@ def engine():
 
 
 def connect(engine: Prefill) -> socket.socket:
+    """As ZMQ would, step by step, up to where messages may be sent."""
     found = socket.create_connection(("127.0.0.1", engine.port), 10.0)
-    found.sendall(_HANDSHAKE)
+    found.sendall(_GREETING)
+    greeting = b""
+    while len(greeting) < len(_GREETING):
+        greeting += found.recv(len(_GREETING) - len(greeting))
+    found.sendall(b"\x04" + bytes([len(_READY)]) + _READY)
+    assert b"READY" in found.recv(200)
     return found
 
 
