@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -47,21 +47,20 @@ TICKET = Ticket(
     first_token=5,
     first_logprob=TokenLogprob(-1.0, ((5, -1.0),)),
 )
+RANK = RankInfo(0, "P0", b"md", build_rank(hybrid(), 1, 0, 16, 4).layout, current_process())
 REQUESTS: list[protocol.Request] = [
     protocol.Hello(1, identity()),
+    protocol.Hello(1, identity(), (RANK,)),
+    protocol.PushRequest(5, "t", "g", ("D", "g"), "p", 0, 0, 0, 40, (1, 2, 3), 0),
+    protocol.PushStop(6, "g", ("D", "g"), "p"),
     protocol.LeaseRequest(2, "t", "g"),
     protocol.ReleaseNote(3, "t", "g", -1, 4),
     protocol.FollowRequest(4, "t", "g", 0, 16, 0.5),
 ]
 REPLIES: list[protocol.Reply] = [
-    protocol.HelloReply(
-        1,
-        "P",
-        "g",
-        current_process(),
-        (RankInfo(0, "P0", b"md", build_rank(hybrid(), 1, 0, 16, 4).layout, current_process()),),
-    ),
+    protocol.HelloReply(1, "P", "g", current_process(), (RANK,)),
     protocol.LeaseReply(2, 30.0),
+    protocol.PushReply(6, protocol.MoveEvent("p", "done", nbytes=9, seconds=0.5)),
     protocol.FollowReply(5, Progress.of(TICKET)),
     protocol.ReleaseReply(3),
     protocol.Refusal(4, "no", "g"),
@@ -77,6 +76,11 @@ DELTA = TokenDelta(
     request_id="r", token_ids=[5], logprobs=[TokenLogprob(-1.0, ((5, -1.0),))], ticket=TICKET
 )
 INFO = ModelInfo("m", 256, 321, role="decode")
+
+
+def test_every_message_of_the_side_channel_is_among_the_examples():
+    for examples, kinds in ((REQUESTS, protocol.Request), (REPLIES, protocol.Reply)):
+        assert {type(item) for item in examples} == set(get_args(kinds))
 
 
 def messages(rng: random.Random, valid: Any) -> bytes:
