@@ -4,6 +4,7 @@ import os
 import signal
 from functools import partial
 
+from tandem.bench.faults.cluster import Server
 from tandem.bench.faults.scenarios.scenario import STATES, Scenario, hold, reach, release
 from tandem.bench.faults.trial import Trial
 
@@ -37,10 +38,15 @@ def _lose_a_rank(trial: Trial) -> None:
             *_, rank = victim.pids()
             fault = trial.inject(f"a rank of {victim.name} {what}", partial(os.kill, rank, number))
             trial.wait_for_affected(fault)
-            trial.let_run(1.0)
+            if number == signal.SIGKILL:
+                trial.wait_until(partial(has_ended, victim), f"{victim.name} has lost a rank")
             victim.signal(signal.SIGCONT)
             trial.let_run(1.0)
             trial.mend()
+
+
+def has_ended(server: Server) -> bool:
+    return not server.is_running()
 
 
 SCENARIOS = [
