@@ -64,6 +64,7 @@ class EngineLink:
         self._check = check
         self._key = key
         self._waits: set[asyncio.Timeout] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
@@ -195,6 +196,7 @@ class EngineLink:
         )
         response = await self._wait(self._client.send(message, stream=True))
         is_over = False
+        chunks: Any = None
         try:
             if response.status_code != 200:
                 raise self._refusal(response.status_code, await self._wait(_read(response)))
@@ -210,11 +212,12 @@ class EngineLink:
                     is_over = delta.finish_reason is not None
                     yield delta
         finally:
-            if is_over:
-                with suppress(TimeoutError, httpx.TransportError):
-                    async with asyncio.timeout(_DRAIN_S):
-                        await _next(chunks)
-            await response.aclose()
+            # In a task of its own: a connection whose closing is cancelled is neither used again
+            # nor let go (httpcore 1.0.9), and whoever has an answer cancels the other legs.
+            closing = asyncio.create_task(_close(response, chunks if is_over else None))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)
 
     async def release(self, ticket_id: str) -> None:
         """Give a ticket back. A failure is only logged: the lease ends by itself."""
@@ -289,6 +292,18 @@ def _plain(headers: httpx.Headers) -> httpx.Headers:
     """Without those that describe how the body came."""
     framing = ("content-encoding", "content-length", "transfer-encoding")
     return httpx.Headers([item for item in headers.items() if item[0].lower() not in framing])
+
+
+async def _close(response: httpx.Response, rest: Any) -> None:
+    """Let a connection go. After a finished reply `rest`, its chunks, end at once: then it can be
+    used again."""
+    if rest is not None:
+        end = asyncio.create_task(_next(rest))
+        await asyncio.wait({end}, timeout=_DRAIN_S)
+        end.cancel()
+        with suppress(asyncio.CancelledError, httpx.TransportError):
+            await end
+    await response.aclose()
 
 
 async def _next(chunks: Any) -> bytes | None:
