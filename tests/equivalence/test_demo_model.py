@@ -12,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import transformers
@@ -320,18 +319,18 @@ def wait_until_idle(core: EngineCore) -> None:
 def run_apart(
     pair: Pair,
     indices: Sequence[int],
-    tamper: Callable[[list[Ticket]], list[Ticket]] = lambda tickets: tickets,
+    tamper: Callable[[list[Ticket]], None] = lambda tickets: None,
 ) -> list[list[int]]:
-    """Answers of prompts that P computes and D continues."""
+    """Answers of prompts that P computes and D continues; `tamper` sees what P holds for each."""
     answers: list[list[int]] = []
+    pair.d.flush_prefix_cache()  # all of it shall come over the wire
     for start in range(0, len(indices), BATCH):
         batch = indices[start : start + BATCH]
         held = run(pair.p, [request(index, hold=True) for index in batch])
         tickets = [deltas[-1].ticket for deltas in held]
-        assert all(ticket is not None for ticket in tickets)
-        used = tamper([ticket for ticket in tickets if ticket is not None])
+        tamper([ticket for ticket in tickets if ticket is not None])
         requests = [
-            request(index, ticket=ticket) for index, ticket in zip(batch, used, strict=True)
+            request(index, ticket=ticket) for index, ticket in zip(batch, tickets, strict=True)
         ]
         answers += map(token_ids, run(pair.d, requests))
         wait_until_idle(pair.p)
@@ -371,23 +370,27 @@ def test_recall_on_one_engine_and_apart(pair: Pair) -> None:
 @pytest.mark.nixl
 @pytest.mark.parametrize("part", ["slot", "pages"])
 def test_the_state_of_another_request_costs_the_answers(pair: Pair, part: str) -> None:
-    def exchange(tickets: list[Ticket]) -> list[Ticket]:
-        others = tickets[1:] + tickets[:1]
-        if part == "slot":
-            return [
-                msgspec.structs.replace(mine, slot=other.slot)
-                for mine, other in zip(tickets, others, strict=True)
-            ]
-        return [
-            msgspec.structs.replace(
-                mine, pages=tuple(other.pages[k % len(other.pages)] for k in range(len(mine.pages)))
-            )
-            for mine, other in zip(tickets, others, strict=True)
-        ]
+    arena = pair.p._executor._worker._arena  # type: ignore[attr-defined]
+    geometry = arena.geometry
+    slots = arena.buffer[: geometry.num_slots * geometry.slot_stride].view(geometry.num_slots, -1)
+    pages = arena.buffer[: geometry.num_pages * geometry.page_nbytes].view(geometry.num_pages, -1)
+
+    def exchange(tickets: list[Ticket]) -> None:
+        """In P's memory, each prompt's state becomes that of the next one."""
+        before = arena.buffer.clone()
+        for mine, other in zip(tickets, tickets[1:] + tickets[:1], strict=True):
+            if part == "slot":
+                slots[mine.slot] = before[: slots.numel()].view_as(slots)[other.slot]
+                continue
+            for k, page in enumerate(mine.pages):
+                source = other.pages[k % len(other.pages)]
+                pages[page] = before[: pages.numel()].view_as(pages)[source]
 
     # Short prompts: what is exchanged is most of what the answer depends on.
     indices = [index for index in range(len(RECALL)) if RECALL[index]["distance_tokens"] < 100]
+    before = pair.d.stats()["transfer_num_done"]
     assert num_right(indices, run_apart(pair, indices, exchange)) < len(indices) / 2
+    assert pair.d.stats()["transfer_num_done"] - before == len(indices)
 
 
 def test_64_damaged_bytes_of_any_component_change_the_perplexity(colocated: Colocated) -> None:

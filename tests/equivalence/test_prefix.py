@@ -61,6 +61,8 @@ class Pair:
 
     def clear(self) -> None:
         """Nothing is cached; every byte of an engine in this process is NaN."""
+        # Release notes of the test before may still be on their way.
+        wait_until_idle(self.prefill, self.decode)
         for core in (self.prefill, self.decode):
             if hasattr(core._executor, "_worker"):
                 poison(core)

@@ -1,5 +1,7 @@
 """The switch between network namespaces: what passes, and when."""
 
+import ctypes
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +13,8 @@ import pytest
 from tandem.bench.faults.network import Network, Rule, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+_CLONE_NEWNET = 0x40000000
 
 # Echoes datagrams to their sender.
 ECHO = """
@@ -25,7 +29,23 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
+def own_namespace() -> Iterator[None]:
+    """The thread of these tests, and what it starts, in a network namespace of its own.
+
+    A NIXL agent that another test starts meanwhile would tell its peers the address of the
+    switch's device, and they could not be connected once it is gone.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    assert libc.unshare(_CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    yield
+    assert libc.setns(before, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    os.close(before)
+
+
+@pytest.fixture(scope="module")
+def network(own_namespace: None) -> Iterator[Network]:
     network = Network(["p"])
     place = network.place("p")
     command = [*place.prefix, sys.executable, "-c", ECHO, place.host]
