@@ -717,6 +717,8 @@ def test_a_decode_engine_that_begins_differently_is_set_right(streamed):
         engine.delay_s = 0.0
 
     def lose():
+        # The prefill's first token may be out before the decode engine has heard of it.
+        wait_until(lambda: streamed.requests("decode"))
         for engine in streamed.decode:
             for leg in engine.requests:
                 if leg.source is not None:
