@@ -11,7 +11,7 @@ from tandem.errors import ConfigError
 MAX_LEASE_S = 1e6
 # Beyond any machine: larger numbers are typing errors that would end in hours of arithmetic.
 _MAX_TP = 1024
-_MAX_PAGE_TOKENS = 1 << 16
+MAX_PAGE_TOKENS = 1 << 16
 
 
 def setting(default: Any, help: str) -> Any:
@@ -57,8 +57,8 @@ class CacheOptions:
             f"page_tokens={self.page_tokens} is no positive multiple of 8; use 16, 32, 64 or 128",
         )
         _require(
-            self.page_tokens <= _MAX_PAGE_TOKENS,
-            f"page_tokens={self.page_tokens}; expected at most {_MAX_PAGE_TOKENS}",
+            self.page_tokens <= MAX_PAGE_TOKENS,
+            f"page_tokens={self.page_tokens}; expected at most {MAX_PAGE_TOKENS}",
         )
         _require(
             self.arena_mib is None or self.arena_mib > 0,

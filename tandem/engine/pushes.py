@@ -42,10 +42,12 @@ class _Push:
 
 @dataclass
 class PushTotals:
-    """Counters since start. Bytes and descriptors of all ranks together."""
+    """Counters since start. Bytes and descriptors of all ranks together. `num_crashed`: of those
+    that failed, the ones that met a bug of ours; its trace is in the log."""
 
     num_done: int = 0
     num_failed: int = 0
+    num_crashed: int = 0
     num_stopped: int = 0
     nbytes: int = 0
     num_descriptors: int = 0
@@ -104,6 +106,15 @@ class PushDesk:
             self.totals.num_failed += 1
             event = MoveEvent(request.push_id, "failed", error=str(error), part=request.part)
             self._board.settle(key, event)
+            return
+        except Exception as error:  # much of it comes from afar: it costs this part alone
+            log.exception("part %d of push %s met a bug", request.part, key)
+            self.totals.num_failed += 1
+            self.totals.num_crashed += 1
+            what = f"the push failed: {type(error).__name__}: {error}"
+            self._board.settle(
+                key, MoveEvent(request.push_id, "failed", error=what, part=request.part)
+            )
             return
         if command is None:
             self._board.settle(key, MoveEvent(request.push_id, "void", part=request.part))

@@ -9,17 +9,19 @@ every rank has ended. It owns no memory and decides nothing about requests.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tandem.engine.executor import Mover
 from tandem.engine.timeline import Timelines
 from tandem.engine.transfer_watch import TransferWatch
+from tandem.errors import EngineDeadError
 from tandem.log import get_logger
 from tandem.state.ticket import PrefillSource, Progress, Ticket
 from tandem.transfer.layout import PeerInfo
 from tandem.transfer.mover import MoveCommand, MoveEvent
-from tandem.transfer.ticket_client import TicketClient
+from tandem.transfer.ticket_client import OpenEvent, TicketClient
 from tandem.units import ceil_div
 
 log = get_logger(__name__)
@@ -27,6 +29,9 @@ log = get_logger(__name__)
 _DEATH_CHECK_S = 0.5
 # Of one request, before its end is known: what finishes meanwhile goes with the next part.
 _MAX_EARLY_PARTS = 4
+# The side channel ends what a peer does not answer within the deadline. Whatever it misses ends
+# here, after this many of them.
+_BACKSTOP_FACTOR = 2
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class _Read:
     nbytes: int = 0
     num_descriptors: int = 0
     read_s: dict[int, float] = field(default_factory=dict)  # by rank
+    moved_on: float | None = None  # when it last came nearer to its end
 
     has_transport_failed: bool = False  # bytes of a part that has failed may still arrive
 
@@ -89,10 +95,12 @@ class ReadTotals:
     `seconds`: from admission to ready, handshake and lease included; `read_seconds`: the slowest
     rank's transfers alone. `page_nbytes + slot_nbytes == nbytes`. `parts`: as they were posted,
     each once for all ranks; `early_pages`: pages of ours posted before the prefill had ended.
+    `num_crashed`: of those that failed, the ones that met a bug of ours; its trace is in the log.
     """
 
     num_done: int = 0
     num_failed: int = 0
+    num_crashed: int = 0
     nbytes: int = 0
     page_nbytes: int = 0
     slot_nbytes: int = 0
@@ -172,6 +180,7 @@ class ReadDesk:
         read = self._reads[request_id]
         read.pages, read.slot, read.started = pages, slot, self._clock()
         read.start_token = read.posted_tokens = start_token
+        read.moved_on = read.started
         self._watch.reserved(request_id)
 
     def take_news(self) -> list[tuple[str, Progress]]:
@@ -201,37 +210,77 @@ class ReadDesk:
     def advance(self) -> list[ReadOutcome]:
         """Move every read on; never waits."""
         outcomes: list[ReadOutcome] = []
+        for read in self._reads.values():
+            self._refuse_stateless(read)
         for opened in self._client.poll():
-            read = self._reads.get(opened.request_id)
-            if read is None:
-                continue
-            if opened.peer is None:
-                # Bytes that were read without a lease, or under one that has ended, are not used.
-                error = opened.error or opened.status
-                outcomes.append(self._fail(opened.request_id, opened.reason or "lease", error))
-                continue
-            read.peer = opened.peer
-            if opened.status == "open":
-                read.is_open = True
-                self._watch.met(opened.request_id, opened.met_at)
-            if opened.progress is not None:
-                outcomes += self._on_progress(opened.request_id, read, opened.progress)
+            with self._alone(opened.request_id, outcomes):
+                outcomes += self._on_opened(opened)
         stuck = self._stuck_peers()
-        for request_id, read in self._reads.items():
+        for request_id, read in list(self._reads.items()):
             if read.peer is None or read.pages is None or read.error is not None:
                 continue
             if read.peer.key in stuck:
                 read.error = f"earlier moves from {read.peer.engine_id} have not ended yet"
                 read.reason = "deadline"
-            else:
+                continue
+            with self._alone(request_id, outcomes):
                 self._post_more(request_id, read, read.peer, read.pages)
         if self._draining or any(read.parts for read in self._reads.values()):
             for rank, event in self._mover.poll_moves():
-                outcomes += self._on_event(rank, event)
+                with self._alone(event.request_id, outcomes):
+                    outcomes += self._on_event(rank, event)
         for request_id, read in list(self._reads.items()):
             if not read.parts and (read.error is not None or (read.is_all_posted and read.is_open)):
-                outcomes.append(self._finish(request_id, read))
+                with self._alone(request_id, outcomes):
+                    outcomes.append(self._finish(request_id, read))
         return outcomes + self._end_hopeless()
+
+    @contextmanager
+    def _alone(self, request_id: str, outcomes: list[ReadOutcome]) -> Iterator[None]:
+        """What goes wrong with one read, for a reason nobody thought of, costs no other and not the
+        engine: much of it comes from afar."""
+        read = self._reads.get(request_id)
+        try:
+            yield
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self.totals.num_crashed += 1
+            log.exception("the read of request %s met a bug", request_id)
+            what = f"the read failed: {type(error).__name__}: {error}"
+            if request_id in self._reads:
+                outcomes.append(self._fail(request_id, "internal", what))
+            elif read is not None:  # it was about to end
+                is_quiet = not read.parts and not read.has_transport_failed
+                if not is_quiet:
+                    self._give_up(request_id, read)
+                outcomes.append(ReadOutcome(request_id, False, is_quiet, what))
+
+    @staticmethod
+    def _refuse_stateless(read: _Read) -> None:
+        """Called before there is news: who waits has seen by now that the first token did not end
+        the answer."""
+        ticket = read.progress.ticket
+        if ticket is not None and not ticket.has_state and read.error is None:
+            read.error = f"ticket {ticket.ticket_id} names no state, but the answer goes on"
+            read.reason = "ticket"
+
+    def _on_opened(self, opened: OpenEvent) -> list[ReadOutcome]:
+        read = self._reads.get(opened.request_id)
+        if read is None:
+            return []
+        if opened.peer is None:
+            # Bytes that were read without a lease, or under one that has ended, are not used.
+            error = opened.error or opened.status
+            return [self._fail(opened.request_id, opened.reason or "lease", error)]
+        read.peer = opened.peer
+        read.moved_on = self._clock()
+        if opened.status == "open":
+            read.is_open = True
+            self._watch.met(opened.request_id, opened.met_at)
+        if opened.progress is None:
+            return []
+        return self._on_progress(opened.request_id, read, opened.progress)
 
     def _stuck_peers(self) -> set[tuple[str, str]]:
         """Incarnations whose given-up moves are past the deadline and still in flight: whatever is
@@ -254,6 +303,9 @@ class ReadDesk:
             return [self.fail(request_id, error)]
         if ticket is not None and ticket.prompt_digest != read.prompt_digest:
             return [self.fail(request_id, f"ticket {ticket.ticket_id} is of another prompt")]
+        if progress.num_tokens > read.num_tokens:
+            error = f"a prefill of {read.num_tokens} tokens is said to be at {progress.num_tokens}"
+            return [self.fail(request_id, error)]
         self._watch.progressed(request_id, progress)
         read.progress = progress
         self._news.append((request_id, progress))
@@ -267,10 +319,22 @@ class ReadDesk:
                 return  # their bytes must not land on those of the new attempt
             read.attempt, read.posted_tokens = progress.attempt, read.start_token
             read.is_void = False
+        wrong = [
+            info.layout.spec.page_tokens
+            for info in peer.ranks
+            if info.layout.spec.page_tokens != progress.page_tokens and progress.pages
+        ]
+        if wrong:
+            read.error = (
+                f"the prefill is said to lie in pages of {progress.page_tokens} tokens; those of "
+                f"engine {peer.engine_id} have {wrong[0]}"
+            )
+            read.reason = "ticket"
+            return
         ticket = progress.ticket
         if ticket is not None:
             # Without state: its first token ended the answer.
-            if not read.is_all_posted and (ticket.pages or ticket.slot is not None):
+            if not read.is_all_posted and ticket.has_state:
                 read.is_all_posted = True
                 self._post(request_id, read, peer, pages, read.num_tokens, ticket)
             return
@@ -329,12 +393,25 @@ class ReadDesk:
             first = min((part.posted_at for part in read.parts.values()), default=math.inf)
             if now >= first + self._deadline_s:
                 reason, error = "deadline", f"no state within {self._deadline_s:g} s"
+            elif self._is_forgotten(read, now):
+                reason, error = "deadline", "nothing was left to wait for, and no state came"
             elif is_time_to_look and self._client.is_peer_dead(source.engine_id, source.generation):
                 reason, error = "peer_ended", f"engine {source.engine_id} has ended"
             else:
                 continue
             outcomes.append(self._fail(request_id, reason, error))
         return outcomes
+
+    def _is_forgotten(self, read: _Read, now: float) -> bool:
+        """Whether a read has waited for too long with nothing in flight. It may wait for a prefill
+        that is queued or runs on a peer, as long as the side channel hears of it, and for memory of
+        ours, which other requests give back."""
+        if read.moved_on is None:
+            read.moved_on = now
+        is_following = read.progress.ticket is None
+        if read.parts or is_following or (read.is_open and read.pages is None):
+            return False
+        return now >= read.moved_on + _BACKSTOP_FACTOR * self._deadline_s
 
     def _on_event(self, rank: int, event: MoveEvent) -> list[ReadOutcome]:
         request_id = event.request_id
@@ -358,6 +435,7 @@ class ReadDesk:
             read.drained_ranks.add(rank)
         elif part is not None:
             part.ended_ranks.add(rank)
+            read.moved_on = self._clock()
             if len(part.ended_ranks) == self._num_ranks:
                 del read.parts[event.part]
         if read.is_given_up and all(map(read.is_quiet, range(self._num_ranks))):
@@ -394,7 +472,8 @@ class ReadDesk:
         self.totals.page_nbytes += read.nbytes - slot_nbytes
         self.totals.read_seconds += max(read.read_s.values(), default=0.0)
         self.totals.num_descriptors += read.num_descriptors
-        ticket = read.progress.ticket
-        assert ticket is not None
-        self.totals.num_pages += len(ticket.pages) - read.start_token // ticket.page_tokens
+        progress = read.progress
+        if progress.pages:
+            num_pages = ceil_div(read.num_tokens, progress.page_tokens)
+            self.totals.num_pages += num_pages - read.start_token // progress.page_tokens
         self.totals.seconds += seconds

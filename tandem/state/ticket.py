@@ -9,11 +9,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tandem.config.engine import MAX_LEASE_S
+from tandem.config.engine import MAX_LEASE_S, MAX_PAGE_TOKENS
 
 # A ticket comes from afar: what is outside these bounds is refused where it is decoded.
 _Text = Annotated[str, Meta(max_length=512)]
 _Id = Annotated[int, Meta(ge=0, lt=2**31)]
+_PromptTokens = Annotated[int, Meta(ge=1, lt=2**31)]
+_PageTokens = Annotated[int, Meta(ge=1, le=MAX_PAGE_TOKENS)]
+_Pages = Annotated[tuple[_Id, ...], Meta(max_length=1 << 20)]
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
@@ -25,7 +28,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of the token that was sampled and of the best ones at its place."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: Annotated[tuple[tuple[_Id, float], ...], Meta(max_length=64)] = ()
 
 
 class PrefillSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,13 +53,18 @@ class Ticket(PrefillSource, frozen=True, kw_only=True):
     reader that keeps pages for others must not file them under another one's tokens.
     """
 
-    num_tokens: _Id
+    num_tokens: _PromptTokens
     prompt_digest: _Text
-    pages: tuple[_Id, ...]
+    pages: _Pages
     slot: _Id | None
-    page_tokens: _Id
+    page_tokens: _PageTokens
     first_token: _Id
     first_logprob: TokenLogprob | None
+
+    @property
+    def has_state(self) -> bool:
+        """False of a prefill whose first token ended the answer: nothing is held for it."""
+        return bool(self.pages) or self.slot is not None
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -66,11 +74,11 @@ class Progress(msgspec.Struct, frozen=True):
     `ticket`: the final record, once there is one.
     """
 
-    pages: tuple[_Id, ...] = ()
+    pages: _Pages = ()
     num_tokens: _Id = 0
     attempt: _Id = 0
     ticket: Ticket | None = None
-    page_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 1
+    page_tokens: _PageTokens = 1
 
     @classmethod
     def of(cls, ticket: Ticket, attempt: int = 0) -> "Progress":

@@ -2,8 +2,11 @@
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.engine.reads import ReadDesk, ReadOutcome
+from tandem.errors import EngineDeadError
 from tandem.state.ticket import PrefillSource, Progress, Ticket
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo
@@ -518,3 +521,157 @@ def test_a_model_without_pages_reads_its_slot_at_the_end(bench: Bench) -> None:
     assert bench.parts() == []
     bench.hear(Progress.of(msgspec.structs.replace(FINAL, pages=()), 1))
     assert bench.parts() == [(0, 0, 40, 3)]
+
+
+STATELESS = msgspec.structs.replace(ticket(), pages=(), slot=None)
+
+
+def test_a_plain_ticket_without_state_fails_the_read_at_once(bench: Bench) -> None:
+    bench.desk.open("r", STATELESS, 20, "d")
+    error = "ticket t names no state, but the answer goes on"
+    assert bench.advance() == [ReadOutcome("r", False, True, error)]
+    assert bench.client.released == [("t", 2)]
+    assert not bench.desk.is_busy()
+
+
+def test_a_prefill_that_ends_without_state_fails_the_read_of_who_goes_on(bench: Bench) -> None:
+    """Who is told of its first token may end with it before the next look."""
+    bench.follow(num_tokens=20)
+    assert bench.hear(Progress.of(STATELESS, 1)) == []
+    assert [outcome.is_ready for outcome in bench.advance()] == [False]
+    bench.follow("q", num_tokens=20)
+    assert bench.hear(Progress.of(STATELESS, 1), "q") == []
+    assert bench.desk.abandon("q")
+    assert bench.advance() == []
+    assert bench.executor.posted == []
+
+
+def test_a_prefill_beyond_its_prompt_is_not_read(bench: Bench) -> None:
+    bench.follow()
+    (outcome,) = bench.hear(Progress((1, 2, 3, 4), 64, 1))
+    assert outcome.error == "a prefill of 40 tokens is said to be at 64"
+    assert bench.executor.posted == []
+
+
+@pytest.mark.parametrize("state", ["not met", "not open", "all posted"])
+def test_a_read_with_nothing_to_wait_for_ends(bench: Bench, state: str) -> None:
+    """What the side channel should have ended, had it not forgotten."""
+    bench.desk.open("r", ticket(), 20, "d")
+    if state != "not met":
+        bench.desk.start("r", [8, 9], 4)
+        bench.client.events.append(
+            OpenEvent("r", "progress", peer=PEER, progress=Progress.of(ticket()))
+        )
+    bench.advance()
+    if state == "all posted":
+        for rank in (0, 1):
+            bench.tell(rank, "done")
+        bench.advance()
+    elif state == "not open":
+        bench.desk._reads["r"].parts.clear()
+    bench.now += 2 * DEADLINE_S - 0.1
+    assert bench.advance() == []
+    bench.now += 0.2
+    (outcome,) = bench.advance()
+    assert outcome.error == "nothing was left to wait for, and no state came"
+    assert not bench.desk._reads
+
+
+@pytest.mark.parametrize("state", ["followed", "without memory"])
+def test_a_read_waits_as_long_as_it_takes_for_a_living_prefill_and_for_our_memory(
+    bench: Bench, state: str
+) -> None:
+    if state == "followed":
+        bench.follow()
+        bench.hear(Progress((), 0, 1))
+    else:
+        bench.open()
+    bench.advance()
+    bench.now += 100 * DEADLINE_S
+    assert bench.advance() == []
+    assert bench.desk.is_reading("r")
+
+
+@pytest.mark.parametrize("where", ["post_move", "poll", "event", "finish"])
+def test_a_bug_in_one_read_costs_no_other(
+    bench: Bench, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail_for_bad(name: str, target: object) -> None:
+        good = getattr(target, name)
+
+        def call(*arguments: object, **named: object) -> object:
+            first = arguments[0]
+            if "bad" in (first, getattr(first, "request_id", None)):
+                raise ZeroDivisionError("a bug")
+            if first is PEER and arguments[1].request_id == "bad":  # type: ignore[attr-defined]
+                raise ZeroDivisionError("a bug")
+            return good(*arguments, **named)
+
+        monkeypatch.setattr(target, name, call)
+
+    target, name = {
+        "post_move": (bench.executor, "post_move"),
+        "poll": (bench.desk._watch, "met"),
+        "event": (bench.desk._watch, "moved"),
+        "finish": (bench.desk._watch, "ready"),
+    }[where]
+    fail_for_bad(name, target)
+    for request_id in ("bad", "good"):
+        bench.open(request_id)
+        bench.desk.start(request_id, [8, 9], 4)
+    outcomes = bench.advance()
+    for rank in (0, 1):
+        for request_id in ("bad", "good"):
+            bench.tell(rank, "done", request_id)
+    outcomes += bench.advance()
+    by_id = {outcome.request_id: outcome for outcome in reversed(outcomes)}  # the first of each
+    assert by_id["good"] == ReadOutcome("good", is_ready=True, is_quiet=True)
+    assert by_id["bad"].error == "the read failed: ZeroDivisionError: a bug"
+    assert not by_id["bad"].is_ready
+    assert bench.desk.totals.num_crashed > 0
+    assert "Traceback" in caplog.text
+    assert not bench.desk._reads
+
+
+def test_a_lost_rank_is_no_bug_of_one_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*arguments: object) -> None:
+        raise EngineDeadError("rank 1 has ended")
+
+    monkeypatch.setattr(bench.executor, "post_move", lose)
+    bench.open()
+    bench.desk.start("r", [8, 9], 4)
+    with pytest.raises(EngineDeadError):
+        bench.advance()
+
+
+_NUMBERS = st.integers(0, 70) | st.sampled_from([2**16, 2**31 - 1])
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(_NUMBERS, max_size=5), _NUMBERS, _NUMBERS, st.integers(1, 2**16)),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_no_news_of_a_prefill_breaks_the_desk(
+    news: list[tuple[list[int], int, int, int]], has_ended: bool
+) -> None:
+    bench = Bench()
+    bench.follow()
+    for pages, num_tokens, attempt, page_tokens in news:
+        final = None
+        if has_ended:
+            final = msgspec.structs.replace(FINAL, pages=tuple(pages), page_tokens=page_tokens)
+        progress = Progress(tuple(pages), num_tokens, attempt, final, page_tokens)
+        raw = msgspec.msgpack.encode(progress)
+        bench.hear(msgspec.msgpack.decode(raw, type=Progress))
+        bench.client.events.append(OpenEvent("r", "open", peer=PEER))
+        bench.advance()
+        for command in bench.executor.posted:
+            for rank in (0, 1):
+                bench.tell(rank, "done", part=command.part)
+        bench.advance()
+    totals = bench.desk.totals
+    assert totals.num_crashed == 0
+    assert min(totals.num_pages, totals.early_pages) >= 0
