@@ -110,6 +110,15 @@ class EngineClient:
         return self._info
 
     async def _receive(self, ready: asyncio.Future[EngineInfo]) -> None:
+        try:
+            await self._take_messages(ready)
+        except Exception as error:  # nobody would hear the engine any more
+            log.exception("the messages of the engine cannot be taken any more")
+            self._fail(_broken("messages", error))
+            if not ready.done():
+                ready.set_exception(_broken("messages", error))
+
+    async def _take_messages(self, ready: asyncio.Future[EngineInfo]) -> None:
         while True:
             if not await self._socket.poll(500):
                 if self._process is not None and self._process.poll() is not None:
@@ -166,6 +175,13 @@ class EngineClient:
                 waiter.set_exception(error)
 
     async def _watch_pulses(self) -> None:
+        try:
+            await self._look_for_pulses()
+        except Exception as error:  # an engine that hangs would not be noticed any more
+            log.exception("the engine's signs of life cannot be taken any more")
+            self._fail(_broken("signs of life", error))
+
+    async def _look_for_pulses(self) -> None:
         """A process that is stopped, or hangs, says nothing: nobody waits for it any longer."""
         watch = PulseWatch()
         while True:
@@ -313,3 +329,7 @@ class EngineClient:
         self._pulse_socket.close(linger=0)
         self._context.term()
         remove_folder(self._folder)
+
+
+def _broken(what: str, error: Exception) -> EngineDeadError:
+    return EngineDeadError(f"the engine's {what} cannot be read: {type(error).__name__}: {error}")

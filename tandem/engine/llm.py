@@ -22,7 +22,10 @@ from tandem.engine.outputs import (
 )
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import ConfigError, EngineDeadError, RequestError, TandemError
+from tandem.log import get_logger
 from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
+
+log = get_logger(__name__)
 
 Prompt = str | Sequence[int]
 _Sink = Callable[[TokenDelta | TandemError], None]
@@ -174,6 +177,9 @@ class LLM:
                         sink(delta)
         except TandemError as error:
             self._dead = error
+        except Exception as error:
+            self._dead = EngineDeadError(f"the engine met a bug: {type(error).__name__}: {error}")
+            log.exception("the engine has ended")
         finally:
             self._core.close()
             lost = self._dead or EngineDeadError("the engine was closed")

@@ -428,7 +428,12 @@ class PairBackend:
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("work in the background has ended", exc_info=error)
 
 
 def _after(delta: TokenDelta, said: list[int]) -> TokenDelta | None:

@@ -79,7 +79,11 @@ class EngineLink:
         clock = asyncio.get_running_loop().time
         while True:
             next_probe = clock() + self._options.probe_s
-            await self.probe()
+            try:
+                await self.probe()
+            except Exception as error:  # without probes, what was last known would hold for ever
+                log.exception("engine %s cannot be judged", self.url)
+                self.standing.missed(f"the probe failed: {type(error).__name__}: {error}")
             # From beginning to beginning: an engine that answers nothing is found out sooner.
             await asyncio.sleep(max(0.0, next_probe - clock()))
 

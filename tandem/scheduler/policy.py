@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tandem.cache.manager import CacheManager
 from tandem.errors import CapacityError, RequestError
-from tandem.scheduler.request import EngineRequest, Request
+from tandem.scheduler.request import EngineRequest, Request, check_id
 from tandem.state.arena import ArenaGeometry
 from tandem.state.ticket import digest_of
 from tandem.units import ceil_div
@@ -48,8 +48,9 @@ def build_request(
 ) -> Request:
     """The scheduler's view of a request.
 
-    Raises: RequestError if it is empty or if prompt and max_tokens exceed `max_model_len`.
+    Raises: RequestError if its id is too long or if prompt and max_tokens exceed `max_model_len`.
     """
+    check_id("request_id", engine_request.request_id)
     num_prompt = len(engine_request.prompt_token_ids)
     max_tokens = engine_request.sampling.max_tokens
     if max_tokens is not None and num_prompt < max_model_len < num_prompt + max_tokens:
@@ -96,6 +97,12 @@ def check_request(request: Request, *, max_model_len: int, cache: CacheManager) 
         raise RequestError(
             f"{num_prompt} prompt tokens and {len(request.output_token_ids)} generated ones "
             f"leave no room within the request's own limit of {request.max_total_tokens} tokens",
+            "generated",
+        )
+    if request.hold and request.output_token_ids:
+        raise RequestError(
+            "a request with hold has no generated tokens: its ticket counts those of the prompt "
+            "alone; send the generated ones to the decode engine",
             "generated",
         )
     if request.is_remote and request.hold:

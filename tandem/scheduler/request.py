@@ -16,6 +16,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 1024
 MAX_STOP_CHARS = 1 << 16
 MAX_COUNT = 2**31 - 1
+# Ids come from afar. They are part of messages whose texts are bounded, legs of a request add to
+# them, and every table of an engine keeps some.
+MAX_ID_CHARS = 256
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +99,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"at most {MAX_STOP_STRINGS} of {MAX_STOP_CHARS}",
                 "stop",
             )
+
+
+def check_id(name: str, text: str) -> None:
+    """Raises: RequestError for an id that is too long to be passed on."""
+    if len(text) > MAX_ID_CHARS:
+        raise RequestError(
+            f"{name}={text[:32]!r}... has {len(text)} characters; expected at most {MAX_ID_CHARS}",
+            name,
+        )
 
 
 def _range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import EngineDeadError, RequestError
 from tandem.log import get_logger
-from tandem.scheduler.request import EngineRequest, TokenDelta
+from tandem.scheduler.request import EngineRequest, TokenDelta, check_id
 from tandem.server.api_error import DRAINING, as_api_error
 from tandem.server.backend import Backend
 from tandem.server.gate import Gate
@@ -76,7 +76,9 @@ def internal_routes(
     @router.post("/release", response_model=None)
     async def release(request: Request) -> Response:
         """Body: a ticket id, plain text. Unknown ids are fine: leases end by themselves."""
-        await backend.release_ticket((await signed_body(request)).decode(errors="replace"))
+        ticket_id = (await signed_body(request)).decode(errors="replace")
+        check_id("ticket_id", ticket_id)
+        await backend.release_ticket(ticket_id)
         return Response(status_code=204)
 
     @router.get("/info", response_model=None)
@@ -99,6 +101,7 @@ def internal_routes(
 
 def _check(request: EngineRequest, backend: Backend) -> None:
     info = backend.info
+    check_id("request_id", request.request_id)
     request.sampling.validate(info.vocab_size)
     if request.sampling.n != 1:
         raise RequestError(f"n={request.sampling.n}; an engine request is one sequence", "n")

@@ -17,6 +17,7 @@ Body = TypeVar("Body", bound="GenerationBody")
 
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKEN_ID = re.compile(r"-?(0|[1-9][0-9]{0,18})")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # They name a user, a cache or a bill, and change no token.
 NO_EFFECT = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -161,7 +162,11 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     try:
         values = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        hint = ""
+        if _SURROGATE.search(raw):
+            hint = "; an escape \\ud800 to \\udfff is half a character and needs its other half"
+        message = f"the body is not valid JSON: {error}{hint}"
+        raise ApiError(message, code="invalid_json") from error
     if not isinstance(values, dict):
         raise ApiError(f"the body is a {type(values).__name__}; expected a JSON object")
     fields = set(kind.__struct_fields__)

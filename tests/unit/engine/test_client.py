@@ -199,6 +199,33 @@ def test_a_killed_core_is_an_error_of_every_request_within_seconds(tiny: Path) -
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("part", ["_decoder", "_pulse_socket"])
+def test_a_client_that_cannot_hear_its_engine_any_more_says_so_to_everyone(
+    tiny: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        """In the place of a part that a bug has broken."""
+
+        def __getattr__(self, name: str) -> Any:
+            raise ValueError("a bug")
+
+    async def scenario() -> None:
+        async with started(tiny) as client:
+            stream = client.generate(request("r", ENDLESS))
+            await anext(stream)
+            with monkeypatch.context() as patch:
+                patch.setattr(client, part, Broken())
+                with pytest.raises(EngineDeadError, match="ValueError: a bug"):
+                    await drain(stream)
+            assert "a bug" in (client.not_ready() or "")
+            assert isinstance(client.lost, EngineDeadError)
+            with pytest.raises(EngineDeadError, match="a bug"):
+                await collect(client, request("later"))
+
+    run(scenario())
+
+
+@pytest.mark.timeout(120)
 def test_a_stopped_core_fails_its_requests_in_seconds_and_serves_again(tiny: Path) -> None:
     async def scenario() -> None:
         async with started(tiny) as client:

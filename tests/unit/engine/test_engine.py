@@ -161,6 +161,7 @@ def test_lost_ranks_end_the_engine_at_once(
         ({"max_tokens": 254}, "max_tokens", "limit of 256 tokens"),
         ({"generated": [600]}, "prompt", "token id 600"),
         ({"hold": True}, "hold", "use --role prefill"),
+        ({"request_id": "x" * 257}, "request_id", "has 257 characters; expected at most 256"),
         ({"ticket": ticket()}, "ticket", "use --role decode"),
         ({"sampling": SamplingParams(temperature=-1.0)}, "temperature", "temperature=-1"),
         ({"sampling": SamplingParams(logit_bias={512: 1.0})}, "logit_bias", "token id 512"),

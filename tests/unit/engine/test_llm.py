@@ -154,3 +154,14 @@ def test_closing_fails_what_runs_and_what_comes() -> None:
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(MODEL, **settings)
+
+
+def test_a_bug_in_the_loop_ends_the_engine_for_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    with start() as llm:
+        monkeypatch.setattr(llm._core, "step", fail)
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="ZeroDivisionError: a bug"):
+                llm.generate(PROMPT, LONG)

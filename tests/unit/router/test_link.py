@@ -66,3 +66,30 @@ def test_legs_that_are_cancelled_at_their_end_leave_no_connection_behind() -> No
                 await asyncio.sleep(0.05)
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_be_judged_is_not_used_and_is_asked_again() -> None:
+    """A bug in one probe must not leave the last judgement standing for ever."""
+    reasons: list[str | None] = []
+
+    class Link(EngineLink):
+        async def probe(self) -> None:
+            reasons.append(self.standing.reason)
+            if len(reasons) == 2:
+                raise ZeroDivisionError("a bug")
+            self.standing.answered(None)
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient() as client:
+            options = RouterOptions(probe_s=0.001)
+            link = Link("http://e", "prefill", client, options, lambda status: None)
+            watch = asyncio.create_task(link.watch())
+            async with asyncio.timeout(20):
+                while len(reasons) < 4:
+                    assert not watch.done()
+                    await asyncio.sleep(0.001)
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert reasons[1:4] == [None, "the probe failed: ZeroDivisionError: a bug", None]

@@ -104,6 +104,18 @@ def test_a_ticket_must_fit_its_request(change, match):
         scheduler.add(make_request("a", **({"prompt": [5, 6, 7], "ticket": ticket} | change)))
 
 
+def test_a_held_prefill_has_nothing_generated_before():
+    """Its ticket would count fewer tokens than its state holds."""
+    with pytest.raises(RequestError, match="counts those of the prompt alone"):
+        make_scheduler().add(make_request("a", [5, 6, 7], 9, hold=True, generated=(8,)))
+
+
+def test_an_id_is_bounded():
+    make_scheduler().add(make_request("x" * 256, [5, 6, 7]))
+    with pytest.raises(RequestError, match="257 characters; expected at most 256"):
+        make_request("x" * 257, [5, 6, 7])
+
+
 def test_capacity_table_counts_pages_slots_and_slab_borders():
     geometry = build_geometry(page_tokens=16, page_nbytes=256, slot_nbytes=1024, num_slabs=10)
     assert capacity_table(geometry, 8, (1, 16, 64, 65, 128, 999)) == [

@@ -107,6 +107,7 @@ def test_ticket_is_released_when_the_router_left_before_it_was_sent():
         (request(prompt_token_ids=[5] * 256), "expected 1..255"),
         (request(prompt_token_ids=[330]), "token id 330"),
         (request(generated=[-1]), "token id -1"),
+        (request(request_id="x" * 257), "has 257 characters; expected at most 256"),
         (request(sampling=SamplingParams(n=2)), "one sequence"),
         (request(sampling=SamplingParams(temperature=-1.0)), "temperature"),
     ],
@@ -128,6 +129,8 @@ def test_refusals_before_the_first_token_have_a_status(http, engine):
 
 def test_garbage_as_a_ticket_id_releases_nothing(http, engine):
     assert http.post("/internal/release", content=b"\xff\xfe").status_code == 204
+    assert http.post("/internal/release", content=b"x" * 257).status_code == 400
+    assert engine.counts["released"] == 1  # the one that could be an id
 
 
 @pytest.mark.parametrize("path", ["/internal/generate", "/internal/release", "/v1/completions"])
