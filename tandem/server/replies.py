@@ -4,6 +4,7 @@ A format knows one request: its id, its prompts, which fields were asked for. Ch
 joined together hold what its whole form holds.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -270,7 +271,7 @@ def _escaped(raw: bytes) -> str:
 
 def finite_logprob(logprob: float) -> float:
     # Also turns NaN, which compares false with everything, into the floor.
-    return logprob if logprob >= LOGPROB_FLOOR else LOGPROB_FLOOR
+    return logprob if LOGPROB_FLOOR <= logprob < math.inf else LOGPROB_FLOOR
 
 
 def _public_reason(reason: str | None) -> str | None:

@@ -120,6 +120,25 @@ def test_a_part_is_written_from_where_the_prefill_lies_and_ends_on_every_rank(be
     assert (bench.desk.totals.num_done, bench.desk.totals.nbytes) == (1, 7)
 
 
+def test_a_bug_in_one_order_fails_that_part_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(ticket_id: str) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.desk, "_news", fail)
+        bench.ask(0)
+    end = bench.board.end_of(KEY, 0)
+    assert end is not None
+    assert (end.status, end.error) == ("failed", "the push failed: ZeroDivisionError: a bug")
+    assert "Traceback" in caplog.text
+    assert bench.desk.totals.num_crashed == 1
+    assert not bench.desk.is_busy()
+    bench.ask(1)
+    assert [command.part for command in bench.ranks.posted] == [1]
+
+
 def test_a_part_that_fails_on_one_rank_has_failed_when_all_have_stopped(bench: Bench) -> None:
     bench.ask()
     bench.tell(0, "failed", error="link down", has_transport_failed=True)

@@ -259,7 +259,7 @@ LIMIT = "maximum context length is 256 tokens"
         ({"prompt": ["a", 5]}, "prompt", "mixes"),
         ({"prompt": [330]}, "prompt", "token id 330"),
         ({"prompt": [-1]}, "prompt", "token id -1"),
-        ({"prompt": "\ud800"}, None, ""),
+        ({"prompt": "\ud800"}, None, "half a character and needs its other half"),
         ({"prompt": [5] * 256}, "prompt", LIMIT),
         ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens", LIMIT),
         ({"prompt": ["a"] * 100, "n": 100}, "prompt", "10000 answers"),

@@ -92,6 +92,15 @@ def test_misuse_is_refused_by_name(pair):
         (decode, {"prompt": "a"}, {"do_remote_prefill": True}, "needs kv_transfer_params.ticket"),
         (decode, {"prompt": "hello you"}, params, "send both engines the same request"),
         (decode, {"prompt": "a"}, {**params, "ticket": {"ticket_id": 3}}, "ticket"),
+        *(
+            (decode, {"prompt": "a"}, {**params, "ticket": {**params["ticket"], **lie}}, words)
+            for lie, words in (
+                ({"page_tokens": 0}, "page_tokens"),
+                ({"num_tokens": 0}, "num_tokens"),
+                ({"first_logprob": [-0.5, [[-5, -1.0]]]}, "first_logprob"),
+                ({"first_logprob": [-0.5, [[2**64, -1.0]]]}, "first_logprob"),
+            )
+        ),
         (decode, {"prompt": "a"}, {**params, "do_remote_decode": True}, "both true"),
         (decode, {"prompt": "a"}, {"do_remote_prefill": "yes"}, "true or false"),
         (decode, {"prompt": "a"}, {**params, "tp_size": 2}, "kv_transfer_params.tp_size"),
