@@ -1,9 +1,10 @@
-"""Leases: how long a prefill waits for its reader, and what is known of it until then.
+"""Leases: how long a prefill waits for its readers, and what is known of it until then.
 
 A ticket is known here from the arrival of its request (`register`); its lease begins when the
-prefill is finished (`grant`). `LeaseTable` counts time and release notes and passes on news; it
-frees nothing. The side-channel thread calls `news`, `check`, `renew` and `release`; the core calls
-the others and frees what `collect` returns. Every method is safe from any thread.
+prefill is finished (`grant`). Each reader has a lease of its own: the ticket ends when every reader
+that has one has released it or let its time go by. `LeaseTable` counts time and release notes and
+passes on news; it frees nothing. The side-channel thread calls `follow`, `renew` and `release`; the
+core calls the others and frees what `collect` returns. Every method is safe from any thread.
 """
 
 import math
@@ -20,6 +21,8 @@ News = TypeVar("News")
 # Notes about unknown tickets are remembered (they may be early), but not without bound.
 MAX_EARLY = 1024
 MAX_ENDED = 4096
+# Of one ticket: whoever may ask for a lease must not fill the memory with names.
+MAX_READERS = 1024
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class LeaseCounts:
     """`computing` (tickets without a lease yet) and `active` now; the others since start. `early`:
     notes that came before the ticket's request. `duplicate`: of a rank that had released, or of an
     ended ticket. `unknown`: early notes whose ticket never came. `malformed`: a rank outside its
-    readers, or two different reader counts."""
+    reader's, two different counts of ranks, or more readers than are counted."""
 
     computing: int
     active: int
@@ -42,26 +45,36 @@ class LeaseCounts:
 
 
 @dataclass
-class _Readers:
-    """The release notes of one ticket: which of how many reading ranks are done, or that there will
-    be no reader at all."""
+class _Reader:
+    """One reading leg: which of how many of its ranks are done, and how long its lease runs."""
 
-    is_revoked: bool = False
-    num_readers: int | None = None
+    num_ranks: int | None = None
     done: set[int] = field(default_factory=set)
+    ends_at: float = -math.inf  # so until it asks for a lease
 
     @property
-    def is_complete(self) -> bool:
-        return self.is_revoked or (
-            self.num_readers is not None and len(self.done) == self.num_readers
-        )
+    def is_registered(self) -> bool:
+        return self.ends_at > -math.inf
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_ranks is not None and len(self.done) == self.num_ranks
 
 
 @dataclass
 class _Lease(Generic[News]):
-    readers: _Readers
-    news: News | None
+    """A ticket. `is_revoked`: no reader will come any more. `ends_at`: unless somebody renews."""
+
+    news: News | None = None
+    record: str = ""
+    readers: dict[str, _Reader] = field(default_factory=dict)
+    is_revoked: bool = False
     ends_at: float = math.inf
+
+    def last_end(self, now: float) -> float | None:
+        """When the last of the readers' leases ends that run now; None if none does."""
+        ends = (reader.ends_at for reader in self.readers.values() if not reader.is_done)
+        return max((end for end in ends if end > now), default=None)
 
 
 class LeaseTable(Generic[News]):
@@ -76,13 +89,14 @@ class LeaseTable(Generic[News]):
         self.lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
-        # Ordered by `ends_at`: all leases have one length, and a renewed one moves to the end.
+        # Ordered by `ends_at`: all leases have one length, and a renewed one moves to the end; one
+        # that now ends sooner is put in its place (`_shorten`).
         self._leases: dict[str, _Lease[News]] = {}
         self._computing: dict[str, _Lease[News]] = {}
         self.on_change: Callable[[], None] = lambda: None
         self._ended: list[str] = []
         self._ended_ids: dict[str, News | None] = {}
-        self._early: dict[str, tuple[float, _Readers]] = {}
+        self._early: dict[str, tuple[float, _Lease[News]]] = {}
         self._totals = dict.fromkeys(
             (
                 "granted",
@@ -103,11 +117,12 @@ class LeaseTable(Generic[News]):
             assert ticket_id not in self._leases, f"ticket {ticket_id} has a lease already"
             assert ticket_id not in self._computing, f"ticket {ticket_id} is computed already"
             self._ended_ids.pop(ticket_id, None)
-            _, readers = self._early.pop(ticket_id, (0.0, _Readers()))
-            if readers.is_complete:
-                self._count_end(ticket_id, readers)
+            _, lease = self._early.pop(ticket_id, (0.0, _Lease[News]()))
+            if lease.is_revoked or any(reader.is_done for reader in lease.readers.values()):
+                self._count_end(ticket_id, lease, "released")
                 return False
-            self._computing[ticket_id] = _Lease(readers, news)
+            lease.news = news
+            self._computing[ticket_id] = lease
             return True
 
     def publish(self, ticket_id: str, news: News) -> None:
@@ -133,10 +148,23 @@ class LeaseTable(Generic[News]):
                 raise LeaseError(f"ticket {ticket_id} has ended; recompute the prompt")
             return last
 
-    def grant(self, ticket_id: str, news: News | None = None) -> bool:
+    def follow(self, ticket_id: str, reader: str) -> News | None:
+        """As `news`; who learns so of a ticket that has its lease has a lease of it from now.
+
+        Raises: LeaseError if the ticket has ended, or takes this reader no more.
+        """
+        with self._lock:
+            if ticket_id in self._leases:
+                lease = self._live(ticket_id)
+                self._let_in(ticket_id, lease, reader)
+                return lease.news
+        return self.news(ticket_id)
+
+    def grant(self, ticket_id: str, news: News | None = None, record: str = "") -> bool:
         """Start the lease of a ticket whose prefill is finished; `collect` returns it once, after
-        its end. False if it has ended meanwhile, or before its time: `collect` has told so, unless
-        the ticket was never registered."""
+        its end. `record` (state/ticket.py `record_of`) is what readers have to name. False if it
+        has ended meanwhile, or before its time: `collect` has told so, unless the ticket was never
+        registered."""
         with self._lock:
             if ticket_id in self._ended_ids:
                 return False
@@ -148,7 +176,8 @@ class LeaseTable(Generic[News]):
             if lease is None:
                 return False
             self._totals["granted"] += 1
-            lease.news, lease.ends_at = news, self._clock() + self.lease_s
+            lease.news, lease.record = news, record
+            lease.ends_at = self._clock() + self.lease_s
             self._leases[ticket_id] = lease
         self.on_change()
         return True
@@ -166,58 +195,80 @@ class LeaseTable(Generic[News]):
         with self._lock:
             return self._live(ticket_id).ends_at - self._clock()
 
-    def renew(self, ticket_id: str) -> float:
-        """Let the lease run for another `lease_s` from now. An ended one is not revived."""
+    def renew(self, ticket_id: str, reader: str, record: str = "") -> float:
+        """Let the reader's lease run for `lease_s` from now: its first, or another one. An ended
+        ticket is not revived.
+
+        Raises: LeaseError if it has ended, takes this reader no more, or has another record.
+        """
         with self._lock:
             lease = self._live(ticket_id)
-            lease.ends_at = self._clock() + self.lease_s
-            self._leases[ticket_id] = self._leases.pop(ticket_id)
+            if record != lease.record:
+                raise LeaseError(
+                    f"ticket {ticket_id} is not the one that was granted: its prompt, length, "
+                    "pages, slot or first token differ; recompute the prompt"
+                )
+            self._let_in(ticket_id, lease, reader)
             return self.lease_s
 
-    def release(self, ticket_id: str, rank: int, num_readers: int) -> bool:
-        """One of `num_readers` reading ranks is done. True if that ended the lease.
+    def release(self, ticket_id: str, reader: str, rank: int, num_ranks: int) -> bool:
+        """One of the `num_ranks` ranks of a reader is done. True if that ended the ticket.
 
+        A reader that is done ends the ticket if no other has a lease of it now. Without a lease of
+        its own it does so only if nobody has had one yet: it gives back what nobody reads.
         Early, repeated, late and unknown notes are counted and change nothing else.
         """
         with self._lock:
             lease = self._leases.get(ticket_id) or self._computing.get(ticket_id)
-            if lease is not None:
-                readers = lease.readers
-            elif ticket_id in self._ended_ids:
+            if lease is None and ticket_id in self._ended_ids:
                 self._totals["duplicate"] += 1
                 return False
-            else:
-                readers = self._early_readers(ticket_id)
-            if not 0 <= rank < num_readers or readers.num_readers not in (None, num_readers):
+            noted = self._early_lease(ticket_id) if lease is None else lease
+            found = noted.readers.get(reader) or _Reader()
+            is_known = reader in noted.readers or len(noted.readers) < MAX_READERS
+            if (
+                not is_known
+                or not 0 <= rank < num_ranks
+                or found.num_ranks not in (None, num_ranks)
+            ):
                 self._totals["malformed"] += 1
                 return False
-            if rank in readers.done:
+            if rank in found.done:
                 self._totals["duplicate"] += 1
                 return False
-            readers.num_readers = num_readers
-            readers.done.add(rank)
+            noted.readers[reader] = found
+            found.num_ranks = num_ranks
+            found.done.add(rank)
             if lease is None:
                 self._totals["early"] += 1
                 return False
-            if not readers.is_complete:
+            if not found.is_done:
                 return False
-            self._end(ticket_id)
+            if not found.is_registered and any(
+                other.is_registered for other in lease.readers.values()
+            ):
+                return False
+            if self._shorten(lease):
+                return False
+            self._end(ticket_id, "released")
         self.on_change()
         return True
 
     def revoke(self, ticket_id: str) -> bool:
-        """End a ticket whose reader is gone for good; False if it has ended or has not come yet
-        (then it ends when it comes)."""
+        """Let no other reader come, and end the ticket with the leases of those that have one: at
+        once if nobody has. True if that ended it; one that has not come yet ends when it comes."""
         with self._lock:
             if ticket_id in self._ended_ids:
                 return False
             lease = self._leases.get(ticket_id) or self._computing.get(ticket_id)
             if lease is None:
                 self._totals["early"] += 1
-                self._early_readers(ticket_id).is_revoked = True
+                self._early_lease(ticket_id).is_revoked = True
                 return False
-            lease.readers.is_revoked = True
-            self._end(ticket_id)
+            lease.is_revoked = True
+            if self._shorten(lease):
+                return False
+            self._end(ticket_id, "revoked")
         self.on_change()
         return True
 
@@ -231,7 +282,7 @@ class LeaseTable(Generic[News]):
                     break
                 expired.append(ticket_id)
             for ticket_id in expired:
-                self._end(ticket_id)
+                self._end(ticket_id, "expired")
             while self._early:
                 ticket_id, (arrived_at, _) = next(iter(self._early.items()))
                 if arrived_at + self.lease_s > now:
@@ -269,17 +320,35 @@ class LeaseTable(Generic[News]):
             )
         return lease
 
-    def _end(self, ticket_id: str) -> None:
+    def _let_in(self, ticket_id: str, lease: _Lease[News], reader: str) -> None:
+        """Start the lease of a reader anew, of a ticket that has not ended."""
+        found = lease.readers.get(reader) or _Reader()
+        if found.is_done:
+            raise LeaseError(f"this reader has released ticket {ticket_id}; recompute the prompt")
+        if not found.is_registered and lease.is_revoked:
+            raise LeaseError(f"ticket {ticket_id} has ended for new readers; recompute the prompt")
+        if reader not in lease.readers and len(lease.readers) >= MAX_READERS:
+            raise LeaseError(f"ticket {ticket_id} has {MAX_READERS} readers; recompute the prompt")
+        lease.readers[reader] = found
+        found.ends_at = lease.ends_at = self._clock() + self.lease_s
+        self._leases[ticket_id] = self._leases.pop(ticket_id)
+
+    def _shorten(self, lease: _Lease[News]) -> bool:
+        """A ticket ends with the last of its readers' leases; False if none runs now."""
+        last_end = lease.last_end(self._clock())
+        if last_end is None:
+            return False
+        lease.ends_at = last_end
+        self._leases = dict(sorted(self._leases.items(), key=lambda item: item[1].ends_at))
+        return True
+
+    def _end(self, ticket_id: str, how: str) -> None:
         lease = self._leases.pop(ticket_id, None) or self._computing.pop(ticket_id)
         self._ended.append(ticket_id)
-        self._count_end(ticket_id, lease.readers)
+        self._count_end(ticket_id, lease, how)
 
-    def _count_end(self, ticket_id: str, readers: _Readers) -> None:
-        if readers.is_revoked:
-            how = "revoked"
-        else:
-            how = "released" if readers.is_complete else "expired"
-        self._totals[how] += 1
+    def _count_end(self, ticket_id: str, lease: _Lease[News], how: str) -> None:
+        self._totals["revoked" if lease.is_revoked else how] += 1
         self._remember(ticket_id)
 
     def _remember(self, ticket_id: str, news: News | None = None) -> None:
@@ -287,11 +356,11 @@ class LeaseTable(Generic[News]):
         if len(self._ended_ids) > MAX_ENDED:
             del self._ended_ids[next(iter(self._ended_ids))]
 
-    def _early_readers(self, ticket_id: str) -> _Readers:
+    def _early_lease(self, ticket_id: str) -> _Lease[News]:
         if ticket_id not in self._early:
             if len(self._early) >= MAX_EARLY:
                 self._drop_early(next(iter(self._early)))
-            self._early[ticket_id] = (self._clock(), _Readers())
+            self._early[ticket_id] = (self._clock(), _Lease())
         return self._early[ticket_id][1]
 
     def _drop_early(self, ticket_id: str) -> None:

@@ -8,7 +8,7 @@ from tandem.cache.lease import LeaseCounts, LeaseTable
 from tandem.cache.manager import CacheManager
 from tandem.scheduler.request import TokenDelta
 from tandem.scheduler.step import Chunk
-from tandem.state.ticket import Progress, Ticket, digest_of
+from tandem.state.ticket import Progress, Ticket, digest_of, record_of
 
 
 @dataclass
@@ -75,7 +75,7 @@ class HoldDesk:
         pages = tuple(state.pages[:num_pages])
         ticket = self._ticket(delta, prefill.prompt_digest, pages, state.slot)
         # Given back in this very step, it gets no lease, and sweep() frees its memory.
-        self._leases.grant(request_id, Progress.of(ticket, prefill.attempt))
+        self._leases.grant(request_id, Progress.of(ticket, prefill.attempt), record_of(ticket))
         return ticket
 
     def finish(self, delta: TokenDelta) -> None:

@@ -58,6 +58,7 @@ class _Read:
     num_tokens: int  # of the prompt
     prompt_digest: str
     progress: Progress  # of the prefill, as far as we know
+    reader: str  # who we are to its engine, for this read alone
     peer: PeerInfo | None = None  # once its pages may be read
     is_open: bool = False  # whether the lease of the ticket was confirmed
     pages: list[int] | None = None  # once memory is reserved
@@ -168,8 +169,8 @@ class ReadDesk:
         """Meet the engine of a prefill of `num_tokens` tokens, follow it, and keep the lease of its
         ticket, memory or not. A ticket of another prompt fails the read."""
         progress = Progress.of(source) if isinstance(source, Ticket) else Progress()
-        self._reads[request_id] = _Read(source, num_tokens, prompt_digest, progress)
-        self._client.open(request_id, source)
+        reader = self._client.open(request_id, source)
+        self._reads[request_id] = _Read(source, num_tokens, prompt_digest, progress, reader)
         self._watch.opened(request_id, source, num_tokens)
 
     def start(
@@ -196,7 +197,7 @@ class ReadDesk:
         """The request is over. True if its memory is quiet now; else drained() tells later."""
         read = self._reads.pop(request_id)
         self._watch.forget(request_id)
-        self._client.release(read.source, self._num_ranks)
+        self._client.release(read.source, self._num_ranks, read.reader)
         if not read.parts and not read.has_transport_failed:
             return True
         self._give_up(request_id, read)
@@ -452,7 +453,7 @@ class ReadDesk:
         if read.error is not None:
             return self._fail(request_id, read.reason, read.error)
         del self._reads[request_id]
-        self._client.release(read.source, self._num_ranks)
+        self._client.release(read.source, self._num_ranks, read.reader)
         self._count(read)
         self._watch.ready(request_id)
         return ReadOutcome(request_id, is_ready=True, is_quiet=True)

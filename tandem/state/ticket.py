@@ -84,3 +84,20 @@ class Progress(msgspec.Struct, frozen=True):
     def of(cls, ticket: Ticket, attempt: int = 0) -> "Progress":
         """A finished prefill."""
         return cls(ticket.pages, ticket.num_tokens, attempt, ticket, ticket.page_tokens)
+
+
+def record_of(ticket: Ticket) -> str:
+    """Names what a ticket says of its state: who has been handed a ticket asks the engine that
+    holds it for a lease by this name, and is refused if a field is not as the engine wrote it.
+
+    Without the address, by which readers may reach the engine in other ways, and `lease_s`.
+    """
+    fields = (
+        ticket.prompt_digest,
+        ticket.num_tokens,
+        ticket.pages,
+        ticket.slot,
+        ticket.page_tokens,
+        ticket.first_token,
+    )
+    return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).hexdigest()

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 import zmq
@@ -16,7 +17,7 @@ import zmq
 from tandem.config.secret import require_secret
 from tandem.errors import ConfigError, HandshakeError
 from tandem.log import get_logger
-from tandem.state.ticket import PrefillSource, Progress, Ticket
+from tandem.state.ticket import PrefillSource, Progress, Ticket, record_of
 from tandem.transfer.identity import EngineIdentity
 from tandem.transfer.layout import PeerInfo, RankInfo, check_peer
 from tandem.transfer.protocol import (
@@ -71,6 +72,7 @@ class _Open:
     that has its lease renewed. Of a plain ticket the final record is known from the start."""
 
     ticket: PrefillSource  # a Ticket once there is one
+    reader: str
     deadline: float  # for an answer that shows life; once kept: when the lease ends unless renewed
     patience_s: float
     seen: Progress = field(default_factory=Progress)
@@ -78,6 +80,12 @@ class _Open:
     next_ask: float = 0.0
     sequence: int | None = None  # of the request that waits for an answer
     asked: float | None = None  # when that request was sent first
+
+    @cached_property
+    def record(self) -> str:
+        """Of the ticket; asked for only once there is one."""
+        assert isinstance(self.ticket, Ticket)
+        return record_of(self.ticket)
 
 
 @dataclass
@@ -156,9 +164,10 @@ class PeerChannel:
     def has_notes(self) -> bool:
         return bool(self._notes)
 
-    def open(self, request_id: str, ticket: PrefillSource, deadline_s: float) -> None:
+    def open(self, request_id: str, ticket: PrefillSource, reader: str, deadline_s: float) -> None:
         self.forget(request_id)
-        self._opens[request_id] = _Open(ticket, time.monotonic() + deadline_s, deadline_s)
+        deadline = time.monotonic() + deadline_s
+        self._opens[request_id] = _Open(ticket, reader, deadline, deadline_s)
 
     def keeps(self, request_id: str) -> bool:
         """Whether the lease has certainly not ended yet. Safe from any thread."""
@@ -170,16 +179,18 @@ class PeerChannel:
         if opened is not None and opened.sequence is not None:
             self._next_send.pop(opened.sequence, None)
 
-    def release(self, ticket: PrefillSource, num_readers: int, reader_rank: int) -> None:
+    def release(
+        self, ticket: PrefillSource, num_readers: int, reader: str, reader_rank: int
+    ) -> None:
         if reader_rank == ALL_READERS:
-            for request_id in [
-                name
-                for name, opened in self._opens.items()
-                if opened.ticket.ticket_id == ticket.ticket_id
-            ]:
-                self.forget(request_id)
+            # This reader's alone: other requests may read the same ticket.
+            for request_id, opened in list(self._opens.items()):
+                if opened.reader == reader:
+                    self.forget(request_id)
         sequence = next(self._sequences)
-        note = ReleaseNote(sequence, ticket.ticket_id, ticket.generation, reader_rank, num_readers)
+        note = ReleaseNote(
+            sequence, ticket.ticket_id, ticket.generation, reader, reader_rank, num_readers
+        )
         self._notes[sequence] = _Note(note, time.monotonic() + ticket.lease_s)
 
     def give_up_push(self, request_id: str) -> None:
@@ -246,10 +257,18 @@ class PeerChannel:
     def _question(opened: _Open, sequence: int) -> Request:
         ticket, seen = opened.ticket, opened.seen
         if isinstance(ticket, Ticket):
-            return LeaseRequest(sequence, ticket.ticket_id, ticket.generation)
+            return LeaseRequest(
+                sequence, ticket.ticket_id, ticket.generation, opened.reader, opened.record
+            )
         hold_s = min(MAX_HOLD_S, opened.patience_s / 4)
         return FollowRequest(
-            sequence, ticket.ticket_id, ticket.generation, seen.attempt, seen.num_tokens, hold_s
+            sequence,
+            ticket.ticket_id,
+            ticket.generation,
+            opened.reader,
+            seen.attempt,
+            seen.num_tokens,
+            hold_s,
         )
 
     def _is_met(self, ticket: PrefillSource) -> bool:

@@ -62,7 +62,7 @@ __all__ = [
     "version_tag",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_REQUEST_NBYTES = 4 << 20
 MAX_REPLY_NBYTES = 16 << 20
 ALL_READERS = -1
@@ -94,30 +94,39 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class FollowRequest(msgspec.Struct, frozen=True, tag="follow"):
     """How far is the prefill? Answered when it is further than what was seen, or after `hold_s`:
-    every answer also says that the engine lives."""
+    every answer also says that the engine lives. With the final record, `reader` has a lease."""
 
     sequence: Count
     ticket_id: ShortText
     generation: ShortText
+    reader: ShortText
     seen_attempt: Count
     seen_tokens: Count
     hold_s: Annotated[float, Meta(ge=0, le=MAX_HOLD_S)]
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
-    """Check the lease of a ticket and start its time anew."""
+    """Check the lease of a ticket for `reader`, and start its time anew.
+
+    A reader is one attempt to read one ticket: its name is never used again. `record`
+    (state/ticket.py `record_of`) says which ticket it has: another one is refused.
+    """
 
     sequence: Count
     ticket_id: ShortText
     generation: ShortText
+    reader: ShortText
+    record: ShortText
 
 
 class ReleaseNote(msgspec.Struct, frozen=True, tag="release"):
-    """Reader `reader_rank` of `num_readers` (or ALL_READERS) needs the ticket's memory no more."""
+    """Rank `reader_rank` of the `num_readers` ranks of `reader` (or ALL_READERS: all of them) needs
+    the ticket's memory no more."""
 
     sequence: Count
     ticket_id: ShortText
     generation: ShortText
+    reader: ShortText
     reader_rank: Annotated[int, Meta(ge=ALL_READERS, lt=MAX_READERS)]
     num_readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
 

@@ -9,6 +9,7 @@ import queue
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -100,10 +101,14 @@ class TicketClient:
         self._thread = threading.Thread(target=self._run, name="ticket-client", daemon=True)
         self._thread.start()
 
-    def open(self, request_id: str, ticket: PrefillSource, deadline_s: float | None = None) -> None:
+    def open(self, request_id: str, ticket: PrefillSource, deadline_s: float | None = None) -> str:
         """Meet the ticket's engine if need be, follow the prefill until there is a ticket (unless
-        it is one), and check its lease. The lease is then renewed until `release` or `forget`."""
+        it is one), and check its lease. The lease is then renewed until `release` or `forget`.
+
+        Returns: the name of this reader, to release the ticket by.
+        """
         patience_s = self._deadline_s if deadline_s is None else deadline_s
+        reader = uuid.uuid4().hex
 
         def open_ticket() -> None:
             try:
@@ -111,18 +116,25 @@ class TicketClient:
             except TransferError as error:
                 self._on_asked(Asked(request_id, "failed", error=str(error), reason="handshake"))
             else:
-                channel.open(request_id, ticket, patience_s)
+                channel.open(request_id, ticket, reader, patience_s)
 
         self._submit(open_ticket)
+        return reader
 
     def release(
-        self, ticket: PrefillSource, num_readers: int, reader_rank: int = ALL_READERS
+        self,
+        ticket: PrefillSource,
+        num_readers: int,
+        reader: str | None = None,
+        reader_rank: int = ALL_READERS,
     ) -> None:
-        """Tell the ticket's engine that `reader_rank` of `num_readers` ranks, or all of them, need
-        its memory no more. Repeated until answered or the lease has ended anyway.
+        """Tell the ticket's engine that rank `reader_rank` of `num_readers` ranks of a reader, or
+        all of them, need its memory no more. Repeated until answered or the lease has ended anyway.
 
-        Ends the renewals of the ticket, or its prefill. Works for tickets that were never opened.
+        Ends the reader's renewals, or the prefill; no further events of it come. Without a reader:
+        the ticket was never opened here, and ends unless others read it.
         """
+        name = reader or uuid.uuid4().hex
 
         def release_ticket() -> None:
             try:
@@ -130,7 +142,7 @@ class TicketClient:
             except TransferError as error:
                 log.warning("ticket %s is not given back: %s", ticket.ticket_id, error)
             else:
-                channel.release(ticket, num_readers, reader_rank)
+                channel.release(ticket, num_readers, name, reader_rank)
 
         self._submit(release_ticket)
 

@@ -66,14 +66,14 @@ class Leases(Protocol):
 
     on_change: Callable[[], None]
 
-    def news(self, ticket_id: str) -> Progress | None:
+    def follow(self, ticket_id: str, reader: str) -> Progress | None:
         """How far a prefill is; None if it has not come yet. Raises: LeaseError if it has ended."""
 
-    def renew(self, ticket_id: str) -> float:
+    def renew(self, ticket_id: str, reader: str, record: str) -> float:
         """Seconds that are left after starting anew. Raises: LeaseError if it has ended."""
 
-    def release(self, ticket_id: str, rank: int, num_readers: int) -> bool:
-        """One reader is done. Repeated and unknown notes are tolerated and counted."""
+    def release(self, ticket_id: str, reader: str, rank: int, num_ranks: int) -> bool:
+        """One rank of a reader is done. Repeated and unknown notes are tolerated and counted."""
 
 
 @dataclass
@@ -152,7 +152,7 @@ class TicketServer:
         self._guard = BacklogGuard(
             self._socket, int(self.address.rpartition(":")[2]), 3 * MAX_REQUEST_NBYTES
         )
-        self._followers: dict[tuple[bytes, str], _Follower] = {}  # by asker and ticket
+        self._followers: dict[tuple[bytes, str, str], _Follower] = {}  # by asker, ticket, reader
         # ZMQ sockets belong to the thread; this pair of plain ones wakes it.
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -237,11 +237,11 @@ class TicketServer:
     def _tell_followers(self) -> None:
         """Answer those for whom there is news, or who have waited for long enough."""
         now = time.monotonic()
-        for (peer, ticket_id), follower in list(self._followers.items()):
+        for key, follower in list(self._followers.items()):
             reply = self._progress(follower.request, is_patient=now < follower.until)
             if reply is not None:
-                del self._followers[peer, ticket_id]
-                self._reply(peer, reply)
+                del self._followers[key]
+                self._reply(key[0], reply)
 
     def _tell_pushes(self) -> None:
         """Answer those whose parts have ended."""
@@ -256,7 +256,7 @@ class TicketServer:
     def _progress(self, request: FollowRequest, *, is_patient: bool) -> Reply | None:
         """The answer to a follower; None if it can wait and has seen all that there is."""
         try:
-            progress = self._leases.news(request.ticket_id)
+            progress = self._leases.follow(request.ticket_id, request.reader)
         except LeaseError as error:
             return self._refusal(request.sequence, str(error))
         seen = request.seen_attempt, request.seen_tokens
@@ -338,11 +338,12 @@ class TicketServer:
             if len(self._followers) >= _MAX_FOLLOWERS:
                 return self._progress(request, is_patient=False)
             until = time.monotonic() + request.hold_s
-            self._followers[peer, request.ticket_id] = _Follower(request, until)
+            key = peer, request.ticket_id, request.reader
+            self._followers[key] = _Follower(request, until)
             return None
         if isinstance(request, LeaseRequest):
             try:
-                remaining_s = self._leases.renew(request.ticket_id)
+                remaining_s = self._leases.renew(request.ticket_id, request.reader, request.record)
             except LeaseError as error:
                 return self._refusal(request.sequence, str(error))
             self._counts["renewals"] += 1
@@ -373,11 +374,11 @@ class TicketServer:
     def _release(self, note: ReleaseNote) -> None:
         self._counts["releases"] += 1
         if note.reader_rank == ALL_READERS:
-            readers = range(note.num_readers)
+            ranks = range(note.num_readers)
         else:
-            readers = range(note.reader_rank, note.reader_rank + 1)
-        for rank in readers:
-            self._leases.release(note.ticket_id, rank, note.num_readers)
+            ranks = range(note.reader_rank, note.reader_rank + 1)
+        for rank in ranks:
+            self._leases.release(note.ticket_id, note.reader, rank, note.num_readers)
 
     def _refusal(self, sequence: int, message: str) -> Refusal:
         self._counts["refused"] += 1

@@ -9,8 +9,8 @@ import pytest
 
 from tandem.engine.engine import EngineCore
 from tandem.errors import LeaseError, RequestError
-from tandem.scheduler.request import EngineRequest, SamplingParams
-from tandem.state.ticket import Ticket
+from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
+from tandem.state.ticket import Ticket, digest_of
 from tests.equivalence.engines import (
     Output,
     assert_equal_logprobs,
@@ -473,6 +473,72 @@ def test_a_lease_that_ended_before_the_read_is_recomputed(
     finally:
         decode.close()
         prefill.close()
+
+
+def test_one_ticket_read_by_two_engines_is_kept_until_both_are_done(
+    engines: Engines, tiny_folder: Callable[[str], Path], together: EngineCore
+) -> None:
+    """One reads and releases it while the other, whose only row is busy, has its lease; then the
+    prefill engine serves others."""
+    prefill, quick = engines.get("prefill", 1), engines.get("decode", 1)
+    prompts = random_prompts([90] * 12, seed=77)
+    item = request("twice", prompts[0], greedy(12, logprobs=3))
+    expected = run(together, [item])
+    slow = roled(tiny_folder(MODEL), "decode", 1, max_num_seqs=1)
+    try:
+        poison(prefill)
+        poison(quick)
+        slow.add(request("busy", prompts[1], greedy(300)))
+        slow.step()
+        ticket = hold(prefill, msgspec.structs.replace(item, request_id="twice-p"))
+        slow.add(msgspec.structs.replace(item, ticket=ticket))
+        desk = slow._reads
+        assert desk is not None
+        # Without a step of the row that is busy: it must not finish meanwhile.
+        step_until(
+            [], lambda: slow._advance_reads(desk) or desk._reads["twice"].is_open, "no lease"
+        )
+        answers = run(quick, [msgspec.structs.replace(item, ticket=ticket)])
+        assert_equal_outputs(answers, expected)
+        assert quick._client is not None
+        channels = quick._client._channels.values()
+        step_until([], lambda: not any(item.has_notes for item in channels), "not released")
+        others = [
+            request(f"other-{index}", prompt, greedy(2)) for index, prompt in enumerate(prompts)
+        ]
+        run(prefill, others)
+        slow.abort("busy")
+        deltas: list[TokenDelta] = []
+        step_until([], lambda: deltas.extend(slow.step()) or _is_last(deltas), "no answer")
+        output = Output()
+        for delta in deltas:
+            output.add(delta)
+        assert_equal_outputs([output], expected)
+        assert slow.stats()["failed_reads_total"] == 0
+        wait_until_idle(prefill, quick, slow)
+    finally:
+        slow.close()
+
+
+def _is_last(deltas: list[TokenDelta]) -> bool:
+    return bool(deltas) and deltas[-1].finish_reason is not None
+
+
+def test_a_forged_ticket_brings_no_state_of_another_prompt_under_a_prompts_name(
+    engines: Engines, together: EngineCore
+) -> None:
+    """It says that it is of the prompt that it comes with: its engine knows better."""
+    prefill, decode = engines.get("prefill", 1), engines.get("decode", 1)
+    theirs, ours = random_prompts([90, 90], seed=78)
+    item, later = request("forged", ours, greedy(4)), request("later", [*ours, 7, 8], greedy(8))
+    ticket = hold(prefill, request("forged-p", theirs))
+    before = decode.stats()
+    forged = msgspec.structs.replace(ticket, prompt_digest=digest_of(ours))
+    # Whoever forges is told the first token that he gives, and computed what follows from it.
+    assert run(decode, [msgspec.structs.replace(item, ticket=forged)])[0].finish_reason == "length"
+    assert_equal_outputs(run_apart(prefill, decode, [later]), run(together, [later]))
+    assert decode.stats()["failed_reads_total"] - before["failed_reads_total"] == 1
+    wait_until_idle(prefill, decode)
 
 
 def test_a_refused_request_gives_its_ticket_back(engines: Engines) -> None:

@@ -53,9 +53,9 @@ REQUESTS: list[protocol.Request] = [
     protocol.Hello(1, identity(), (RANK,)),
     protocol.PushRequest(5, "t", "g", ("D", "g"), "p", 0, 0, 0, 40, (1, 2, 3), 0),
     protocol.PushStop(6, "g", ("D", "g"), "p"),
-    protocol.LeaseRequest(2, "t", "g"),
-    protocol.ReleaseNote(3, "t", "g", -1, 4),
-    protocol.FollowRequest(4, "t", "g", 0, 16, 0.5),
+    protocol.LeaseRequest(2, "t", "g", "r", "d"),
+    protocol.ReleaseNote(3, "t", "g", "r", -1, 4),
+    protocol.FollowRequest(4, "t", "g", "r", 0, 16, 0.5),
 ]
 REPLIES: list[protocol.Reply] = [
     protocol.HelloReply(1, "P", "g", current_process(), (RANK,)),

@@ -9,7 +9,7 @@ from tandem.errors import LeaseError
 from tandem.scheduler.request import TokenDelta
 from tandem.scheduler.step import Chunk
 from tandem.state.arena import build_geometry
-from tandem.state.ticket import Progress, Ticket, TokenLogprob, digest_of
+from tandem.state.ticket import Progress, Ticket, TokenLogprob, digest_of, record_of
 
 PROMPT = list(range(40, 73))
 
@@ -146,9 +146,9 @@ def test_a_prefill_that_ends_without_a_ticket_is_forgotten(bench: Bench) -> None
 def test_memory_is_freed_once_every_reader_is_done(bench: Bench) -> None:
     ticket = bench.hold()
     assert bench.num_freed() == 0
-    bench.leases.release(ticket.ticket_id, 0, 2)
+    bench.leases.release(ticket.ticket_id, "r", 0, 2)
     assert bench.num_freed() == 0
-    bench.leases.release(ticket.ticket_id, 1, 2)
+    bench.leases.release(ticket.ticket_id, "r", 1, 2)
     assert bench.num_freed() == 1
     assert bench.num_freed() == 0
     assert bench.cache.counts().is_idle
@@ -159,7 +159,7 @@ def test_memory_is_freed_when_the_lease_has_ended(bench: Bench) -> None:
     ticket = bench.hold()
     bench.now = 29.9
     assert bench.num_freed() == 0
-    bench.leases.renew(ticket.ticket_id)
+    bench.leases.renew(ticket.ticket_id, "reader", record_of(ticket))
     bench.now = 59.8
     assert bench.num_freed() == 0
     bench.now = 60.0

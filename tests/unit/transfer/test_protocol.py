@@ -25,8 +25,8 @@ from tests.unit.transfer.peers import identity
     "message",
     [
         Hello(1, identity()),
-        LeaseRequest(2, "t", "g"),
-        ReleaseNote(3, "t", "g", -1, 4),
+        LeaseRequest(2, "t", "g", "r", "d"),
+        ReleaseNote(3, "t", "g", "r", -1, 4),
     ],
 )
 def test_requests_survive_the_wire(message):
@@ -34,7 +34,7 @@ def test_requests_survive_the_wire(message):
 
 
 def test_another_version_is_told_apart_before_anything_is_decoded():
-    with pytest.raises(VersionError, match="peer speaks protocol version 7, this engine version 2"):
+    with pytest.raises(VersionError, match="peer speaks protocol version 7, this engine version 3"):
         decode_request([version_tag(7), b"whatever that version says"])
 
 

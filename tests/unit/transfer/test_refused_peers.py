@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tandem.cache.lease import LeaseTable
+from tandem.state.ticket import record_of
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.identity import build_model_identity
 from tandem.transfer.passive import PassiveRank
@@ -92,7 +93,7 @@ def ask():
     def ask(prefill, decode):
         source = PassiveRank(LocalAgent(LocalFabric()), build_rank(BASE, 1, 0, 16, 4).layout)
         leases = LeaseTable(lease_s=5.0)
-        leases.grant("t1")
+        leases.grant("t1", record=record_of(ticket_for("anywhere")))
         ours, theirs = (
             msgspec.structs.replace(identity(BASE, name), model=found)
             for name, found in (("P", prefill), ("D", decode))

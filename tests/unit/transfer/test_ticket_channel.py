@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.cache.lease import LeaseTable
 from tandem.errors import ConfigError, HandshakeError
-from tandem.state.ticket import PrefillSource, Progress, Ticket
+from tandem.state.ticket import PrefillSource, Progress, Ticket, record_of
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.passive import PassiveRank
 from tandem.transfer.protocol import PROTOCOL_VERSION, version_tag
@@ -36,8 +37,9 @@ class Prefill:
         self.port = int(self.server.address.rpartition(":")[2])
 
     def grant(self, ticket_id="t1") -> Ticket:
-        self.leases.grant(ticket_id)
-        return ticket_for(self.server.address, self.generation, ticket_id, self.leases.lease_s)
+        ticket = ticket_for(self.server.address, self.generation, ticket_id, self.leases.lease_s)
+        self.leases.grant(ticket_id, record=record_of(ticket))
+        return ticket
 
 
 def ticket_for(address, generation="g1", ticket_id="t1", lease_s=5.0) -> Ticket:
@@ -99,11 +101,11 @@ def test_open_meets_the_engine_once_and_renews_the_lease(prefill, client):
 def test_release_ends_the_lease_when_all_readers_are_done(prefill, client):
     engine = prefill()
     ticket = engine.grant()
-    client.release(ticket, 2, reader_rank=1)
-    client.release(ticket, 2, reader_rank=1)
+    client.release(ticket, 2, "reader", reader_rank=1)
+    client.release(ticket, 2, "reader", reader_rank=1)
     wait_for(lambda: client.stats().get("releases") == 2)
     assert engine.leases.collect() == []
-    client.release(ticket, 2, reader_rank=0)
+    client.release(ticket, 2, "reader", reader_rank=0)
     assert wait_for(engine.leases.collect) == ["t1"]
     # Late and repeated notes are answered and change nothing.
     client.release(ticket, 2)
@@ -122,12 +124,12 @@ def test_release_works_for_tickets_that_were_never_opened(prefill, client):
 def test_an_open_lease_is_kept_until_it_is_released(prefill, client):
     engine = prefill(lease_s=0.3)
     ticket = engine.grant()
-    client.open("r", ticket)
+    reader = client.open("r", ticket)
     assert event(client).status == "open"
     time.sleep(1.0)
     assert engine.leases.expire() == []
     assert client.poll() == []
-    client.release(ticket, 1)
+    client.release(ticket, 1, reader)
     assert wait_for(engine.leases.collect) == ["t1"]
 
 
@@ -154,11 +156,82 @@ def test_a_lease_that_ended_refuses_the_ticket(prefill, client):
 
 def test_a_lease_that_ends_while_it_is_read_is_reported_lost(prefill, client):
     engine = prefill(lease_s=0.3)
-    client.open("r", engine.grant())
+    reader = client.open("r", engine.grant())
     assert event(client).status == "open"
-    engine.leases.revoke("t1")
+    engine.leases.release("t1", reader, 0, 1)  # not by the client, which knows nothing of it
     found = event(client)
     assert (found.request_id, found.status, found.reason) == ("r", "lost", "lease")
+
+
+def test_a_release_of_one_reader_leaves_the_lease_of_another_alone(prefill, client):
+    """Nor do a ticket that is given back unread and a request by its owner end it."""
+    engine = prefill(lease_s=0.6)
+    ticket = engine.grant()
+    first = client.open("first", ticket)
+    assert event(client).status == "open"
+    second = client.open("second", ticket)
+    assert event(client).status == "open"
+    client.release(ticket, 2, first)
+    client.release(ticket, 1)
+    wait_for(lambda: client.stats()["releases"] == 2)
+    assert not engine.leases.revoke("t1")
+    time.sleep(0.8)
+    assert engine.leases.expire() == []
+    assert client.keeps("second", ticket)
+    assert not client.keeps("first", ticket)
+    client.open("third", ticket)
+    found = event(client)
+    assert (found.request_id, found.status) == ("third", "failed")
+    assert "ended for new readers" in found.error
+    client.release(ticket, 1, second)
+    assert wait_for(engine.leases.collect) == ["t1"]
+
+
+def test_requests_with_one_ticket_are_all_told(prefill, client):
+    """Each gets its own event, although the first to end releases the ticket."""
+    engine = prefill()
+    ticket = engine.grant()
+    dead = msgspec.structs.replace(ticket, address="tcp://127.0.0.1:9")
+    readers = {f"good-{number}": client.open(f"good-{number}", ticket) for number in range(8)}
+    for number in range(8):
+        name = f"dead-{number}"
+        readers[name] = client.open(name, dead, deadline_s=0.2 + 0.1 * number)
+    found = {}
+
+    def hear():
+        for item in client.poll():
+            assert item.request_id not in found
+            found[item.request_id] = item.status
+            address = dead if item.request_id.startswith("dead") else ticket
+            client.release(address, 1, readers[item.request_id])
+        return found.keys() == readers.keys()
+
+    wait_for(hear)
+    assert {status for name, status in found.items() if name.startswith("dead")} == {"failed"}
+    assert found["good-0"] == "open"
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"prompt_digest": "of another prompt"},
+        {"pages": (1,)},
+        {"slot": 1},
+        {"num_tokens": 4},
+        {"page_tokens": 32},
+        {"first_token": 2},
+    ],
+    ids=lambda forged: next(iter(forged)),
+)
+def test_a_ticket_that_was_changed_on_its_way_is_refused(prefill, client, forged):
+    engine = prefill()
+    ticket = engine.grant()
+    client.open("r", msgspec.structs.replace(ticket, **forged))
+    found = event(client)
+    assert (found.status, found.reason) == ("failed", "lease")
+    assert "is not the one that was granted" in found.error
+    client.open("honest", ticket)
+    assert event(client).status == "open"
 
 
 def test_a_lease_lasts_from_the_question_not_from_the_answer(prefill, client):
@@ -168,8 +241,8 @@ def test_a_lease_lasts_from_the_question_not_from_the_answer(prefill, client):
     ticket = engine.grant()
     renew = engine.leases.renew
 
-    def renew_and_dawdle(ticket_id):
-        remaining_s = renew(ticket_id)
+    def renew_and_dawdle(*request):
+        remaining_s = renew(*request)
         time.sleep(0.6)
         return remaining_s
 
@@ -324,7 +397,7 @@ def test_a_peer_of_another_version_is_refused_by_both_versions(prefill, client):
         assert tag == version_tag(PROTOCOL_VERSION)
         other.send_multipart([peer, version_tag(9), b"?"])
         found = event(client)
-    assert "peer speaks protocol version 9, this engine version 2" in found.error
+    assert "peer speaks protocol version 9, this engine version 3" in found.error
 
 
 def test_garbage_answers_are_dropped(client):
@@ -434,14 +507,14 @@ def source_for(engine, ticket_id="t1", **changes) -> PrefillSource:
 def test_a_prefill_is_followed_to_its_ticket_and_its_lease_is_kept(prefill, client):
     engine = prefill(lease_s=0.6)
     engine.leases.register("t1", Progress())
-    client.open("r", source_for(engine))
+    reader = client.open("r", source_for(engine))
     for progress in (Progress((4,), 16, 1), Progress((4, 5), 30, 1), Progress((7,), 3, 2)):
         engine.leases.publish("t1", progress)
         found = event(client)
         assert (found.status, found.progress, found.peer.key) == ("progress", progress, ("P", "g1"))
     ticket = ticket_for(engine.server.address, lease_s=0.6)
     final = Progress.of(ticket, 2)
-    engine.leases.grant("t1", final)
+    engine.leases.grant("t1", final, record_of(ticket))
     events = []
     wait_for(lambda: events.extend(client.poll()) or len(events) == 2)
     assert [found.status for found in events] == ["progress", "open"]
@@ -449,7 +522,7 @@ def test_a_prefill_is_followed_to_its_ticket_and_its_lease_is_kept(prefill, clie
     time.sleep(1.2)
     assert engine.leases.expire() == []
     assert client.keeps("r", ticket)
-    client.release(ticket, 1)
+    client.release(ticket, 1, reader)
     assert wait_for(engine.leases.collect) == ["t1"]
 
 
@@ -505,6 +578,21 @@ def test_a_silent_engine_is_noticed_within_the_deadline(prefill, client):
     assert time.monotonic() - start < 3
 
 
+def test_who_is_told_of_the_ticket_has_a_lease_from_then_on(prefill, client):
+    """Another reader may be done before this one has asked for a lease."""
+    engine = prefill()
+    engine.leases.register("t1", Progress())
+    client.open("r", source_for(engine))
+    wait_for(lambda: engine.server.stats()["hellos"] == 1)
+    ticket = ticket_for(engine.server.address)
+    renew, engine.leases.renew = engine.leases.renew, lambda *request: 5.0
+    engine.leases.grant("t1", Progress.of(ticket), record_of(ticket))
+    wait_for(lambda: any(item.status == "progress" for item in client.poll()))
+    renew("t1", "quicker", record_of(ticket))
+    assert not engine.leases.release("t1", "quicker", 0, 1)
+    assert engine.leases.collect() == []
+
+
 @pytest.mark.parametrize("end", ["withdraw", "revoke"])
 def test_a_prefill_that_ends_without_a_ticket_is_told_at_once(prefill, client, end):
     engine = prefill()
@@ -536,9 +624,9 @@ def test_a_release_stops_a_prefill_that_is_followed(prefill, client):
     engine = prefill()
     engine.leases.register("t1", Progress())
     source = source_for(engine)
-    client.open("r", source)
+    reader = client.open("r", source)
     wait_for(lambda: engine.server.stats()["hellos"] == 1)
-    client.release(source, 4)
+    client.release(source, 4, reader)
     assert wait_for(engine.leases.collect) == ["t1"]
     time.sleep(0.1)
     assert client.poll() == []
