@@ -4,6 +4,7 @@ These routes speak token ids and trust their caller: where there is a cluster se
 proven before a body is read (server/trust.py).
 """
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -14,7 +15,7 @@ from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import EngineDeadError, RequestError
 from tandem.log import get_logger
 from tandem.scheduler.request import EngineRequest, TokenDelta, check_id
-from tandem.server.api_error import DRAINING, as_api_error
+from tandem.server.api_error import DRAINING, ApiError, as_api_error
 from tandem.server.backend import Backend
 from tandem.server.gate import Gate
 from tandem.server.stream import ClientGoneError, StreamReply, read_body, until_disconnect
@@ -29,6 +30,8 @@ from tandem.server.wire import (
 log = get_logger(__name__)
 
 _MSGPACK = "application/msgpack"
+# A router with another secret probes for ever.
+_REFUSAL_WARNING_S = 10.0
 
 
 def internal_routes(
@@ -41,10 +44,21 @@ def internal_routes(
         if backend.info.role not in ("prefill", "decode"):
             raise HTTPException(404, "internal routes need an engine with --role prefill or decode")
 
+    next_warning: dict[str, float] = {}  # by reason, of which there are few
+
     async def require_proof(request: Request) -> None:
-        if key is not None:
-            header = request.headers.get("authorization")
+        if key is None:
+            return
+        header = request.headers.get("authorization")
+        try:
             request.state.digest = key.check(header, request.method, request.url.path)
+        except ApiError as error:
+            now, reason = time.monotonic(), str(error)
+            if now >= next_warning.get(reason, now):
+                next_warning[reason] = now + _REFUSAL_WARNING_S
+                host = request.client.host if request.client is not None else "a caller"
+                log.warning("internal route refused to %s: %s", host, reason)
+            raise
 
     async def signed_body(request: Request) -> bytes:
         body = await read_body(request)

@@ -116,3 +116,16 @@ def test_a_body_that_is_too_large_is_not_read(http, engine, path):
     assert reply.status_code == 413
     assert "more than 67108864 bytes" in reply.json()["error"]["message"]
     assert engine.requests == []
+
+
+def test_a_refused_caller_is_in_the_log_once_for_each_reason(caplog):
+    engine = ScriptedEngine(script=tokens_of("hello"), role="prefill")
+    other = ClusterKey(SECRET + b"another").sign("GET", "/internal/info", b"")
+    with serving(engine, SECRET) as thread, httpx.Client(base_url=thread.url, timeout=20) as http:
+        for header in (None, None, "Basic x", "Basic y", other, other):
+            headers = {} if header is None else {"authorization": header}
+            assert http.get("/internal/info", headers=headers).status_code == 401
+    told = [entry.message for entry in caplog.records if "internal route refused" in entry.message]
+    assert len(told) == 3
+    for words in ("asks for the cluster secret", "none of scheme", "another cluster secret"):
+        assert sum(words in message and "127.0.0.1" in message for message in told) == 1
