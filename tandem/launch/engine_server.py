@@ -23,7 +23,7 @@ from tandem.log import get_logger
 from tandem.server.app import create_app
 from tandem.server.engine_backend import EngineBackend
 from tandem.server.gate import Gate
-from tandem.server.listen import be_short, bind, server
+from tandem.server.listen import bind, cut, server
 
 log = get_logger("tandem.launch.engine_server")  # __name__ is __main__ in a process of its own
 
@@ -72,10 +72,10 @@ async def run(
             if stop.is_asked:
                 gate.close()
                 if not await drain(client, config.scheduler.drain_s):
-                    be_short(http)
+                    cut(http, gate)
             lost = client.lost
         except asyncio.CancelledError:
-            be_short(http)
+            cut(http, gate)
             raise
         finally:
             stopping.cancel()

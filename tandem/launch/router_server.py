@@ -9,7 +9,7 @@ from tandem.launch.signals import Stop, run_until_signalled, wait_until
 from tandem.log import get_logger
 from tandem.router.app import create_router_app
 from tandem.server.gate import Gate
-from tandem.server.listen import be_short, bind, server
+from tandem.server.listen import bind, cut, server
 
 log = get_logger(__name__)
 
@@ -37,10 +37,10 @@ async def run_router(
         if stop.is_asked:
             gate.close()
             if not await wait_until(lambda: gate.num_inside == 0, drain_s):
-                be_short(http)
                 log.warning("stopping after %g s with %d requests left", drain_s, gate.num_inside)
+                cut(http, gate)
     except asyncio.CancelledError:
-        be_short(http)
+        cut(http, gate)
         raise
     finally:
         stopping.cancel()

@@ -189,7 +189,8 @@ class PairBackend:
             self._num_running -= 1
             if progress.holder is not None:
                 # In the background: this code may run in a request that is being cancelled.
-                self._spawn(progress.holder.release(progress.ticket_id))
+                lease_s = progress.ticket.lease_s if progress.ticket else None
+                self._spawn(progress.holder.release(progress.ticket_id, lease_s))
 
     async def _prefill(
         self, request: EngineRequest, progress: _Progress

@@ -28,6 +28,9 @@ _STATS_S = 5.0
 # What an engine may answer at once, its tokenizer apart; none of it is decoded if it is longer.
 _MAX_REPLY_NBYTES = 16 * 2**20
 _MAX_TOKENIZER_NBYTES = 512 * 2**20
+# Of a ticket whose engine has never said it.
+_LEASE_S = 30.0
+_MAX_RELEASE_PAUSE_S = 4.0
 
 
 class LegError(TransferError):
@@ -223,14 +226,34 @@ class EngineLink:
             closing.add_done_callback(self._closing.discard)
             await asyncio.shield(closing)
 
-    async def release(self, ticket_id: str) -> None:
-        """Give a ticket back. A failure is only logged: the lease ends by itself."""
+    async def release(self, ticket_id: str, lease_s: float | None = None) -> None:
+        """Give a ticket back, again and again until its lease is over by itself; cancelled, give
+        up. A failure is only logged. `lease_s`: the ticket's, if it is known."""
+        if lease_s is None:
+            lease_s = _LEASE_S if self.status is None else self.status.info.lease_s
+        clock = asyncio.get_running_loop().time
+        end = clock() + lease_s
+        pause_s = self._options.release_pause_s
+        reason: str | None = "the router is being closed"
+        try:
+            while (reason := await self._try_release(ticket_id)) is not None:
+                if clock() + pause_s >= end:
+                    break
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_RELEASE_PAUSE_S)
+        finally:
+            if reason is not None:
+                log.warning("ticket %s was not released, its lease ends it: %s", ticket_id, reason)
+
+    async def _try_release(self, ticket_id: str) -> str | None:
+        """Why the engine did not take the ticket back, or None if it did."""
         try:
             async with asyncio.timeout(self._options.probe_timeout_s):
                 reply = await self._ask("POST", "/internal/release", ticket_id.encode())
             reply.raise_for_status()
         except (TimeoutError, httpx.HTTPError, TransferError) as error:
-            log.warning("ticket %s was not released, its lease will end: %s", ticket_id, error)
+            return str(error) or type(error).__name__
+        return None
 
     async def fetch_stats(self) -> dict[str, Any]:
         """The engine's pools and counters now; empty when it does not tell them in time."""
@@ -240,7 +263,7 @@ class EngineLink:
             reply.raise_for_status()
             return msgspec.json.decode(reply.content, type=dict[str, Any])
         except (TimeoutError, httpx.HTTPError, TransferError, *BROKEN) as error:
-            log.info("%s tells no numbers: %s", self.url, error or type(error).__name__)
+            log.info("%s tells no numbers: %s", self.url, str(error) or type(error).__name__)
             return {}
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:

@@ -16,6 +16,7 @@ class RouterOptions:
     probe_s: float = 1.0  # from one look at an engine to the next
     probe_timeout_s: float = 2.0
     max_missed_probes: int = 3  # then the engine is dead, and its requests go elsewhere
+    release_pause_s: float = 0.5  # before a ticket is given back once more; then doubled
     max_attempts: int = 3  # engines that one stage of a request may be given to
 
 

@@ -194,8 +194,8 @@ class _Endpoints:
         """The deltas, counted; notices when the request ends early."""
         with watch, self._gate.inside():
             try:
-                async with aclosing(deltas):
-                    async for item in deltas:
+                async with aclosing(self._gate.until_ended(deltas)) as items:
+                    async for item in items:
                         watch.saw(item)
                         yield item
             except (asyncio.CancelledError, GeneratorExit):

@@ -76,7 +76,7 @@ def internal_routes(
         engine_request = decode_request(await signed_body(request))
         gate.check()
         _check(engine_request, backend)
-        deltas = backend.generate(engine_request)
+        deltas = gate.until_ended(backend.generate(engine_request))
         first = await until_disconnect(request.receive, _first(deltas))
         if first.ticket is not None and await request.is_disconnected():
             # Nobody has heard of this ticket. Once it is sent it is the router's.

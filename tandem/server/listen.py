@@ -6,10 +6,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import ConfigError
+from tandem.server.api_error import as_api_error
+from tandem.server.gate import Gate, stopped
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -48,14 +52,28 @@ class _Server(uvicorn.Server):
 
 
 def _cut_quietly(app: ASGIApp) -> ASGIApp:
-    """The server cancels requests that outlast its end: that is no fault, and needs no trace."""
+    """The server cancels requests that outlast its end: that is no fault, and needs no trace. One
+    without a status yet, whose body or prompt is still read, gets the error of a stopped server."""
 
     async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        has_status = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_status
+            has_status = True
+            await send(message)
+
         try:
-            await app(scope, receive, send)
+            await app(scope, receive, noting)
         except asyncio.CancelledError:
             if scope["type"] != "http":
                 raise
+            if not has_status:
+                reply = as_api_error(stopped())
+                body = msgspec.json.encode(reply.body())
+                headers = {**reply.headers(), "connection": "close"}
+                answer = Response(body, reply.status, headers, media_type="application/json")
+                await answer(scope, receive, send)
 
     return quiet
 
@@ -73,6 +91,8 @@ def server(app: ASGIApp) -> uvicorn.Server:
     return _Server(config)
 
 
-def be_short(server: uvicorn.Server) -> None:
-    """Let the server's end wait for no client: answers that run are cut."""
-    server.config.timeout_graceful_shutdown = 0
+def cut(server: uvicorn.Server, gate: Gate) -> None:
+    """Let the server's end wait for no answer: those that run are ended with an error, and what
+    their clients have not taken after a second is lost."""
+    gate.end()
+    server.config.timeout_graceful_shutdown = 1

@@ -16,7 +16,7 @@ from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.app import create_app
 from tandem.server.backend import Health, ModelInfo
 from tandem.server.gate import Gate
-from tandem.server.listen import bind, server
+from tandem.server.listen import bind, cut, server
 from tandem.state.ticket import Ticket, TokenLogprob, digest_of
 from tests.unit.tokenizers import byte_level
 
@@ -239,6 +239,7 @@ class ServerThread:
             asyncio.run(self._serve())
 
     async def _serve(self):
+        self._loop = asyncio.get_running_loop()
         self._server = server(await self._make_app())
         await self._server.serve(sockets=[self._listener])
 
@@ -248,6 +249,11 @@ class ServerThread:
         self._server.should_exit = True
         self._thread.join(10)
         assert not self._thread.is_alive()
+
+    def cut(self, gate):
+        """End as a stopped server does whose time for its requests is over."""
+        self._loop.call_soon_threadsafe(cut, self._server, gate)
+        self.stop()
 
 
 def wait_until(claim, seconds=20.0):
