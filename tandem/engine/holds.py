@@ -111,7 +111,8 @@ class HoldDesk:
             self._leases.withdraw(request_id)
 
     def release(self, ticket_id: str) -> bool:
-        """Nobody will read it, whatever its state. False if it has ended or has not come yet."""
+        """Nobody else will read it, whatever its state. True if that ended it: not if it has ended
+        already, has not come yet, or is being read, when it ends with its readers."""
         return self._leases.revoke(ticket_id)
 
     def abort(self, request_id: str) -> None:

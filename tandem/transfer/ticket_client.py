@@ -46,7 +46,8 @@ class OpenEvent(msgspec.Struct, frozen=True):
     set, the lease has just been renewed: post what is left), "failed" (`error`), or "lost": the
     lease of an open ticket could not be kept, so what is read under it must not be used.
 
-    Each `open` gets exactly one of open and failed, unless forgotten; lost may follow open.
+    Each `open` gets exactly one of open and failed, unless forgotten or released by its
+    reader; lost may follow open.
     """
 
     request_id: str
