@@ -1,6 +1,7 @@
 """A prefix that a decode engine holds changes what is read, and nothing of what is said."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,6 +245,7 @@ def test_requests_that_are_preempted_on_shared_pages_say_the_same(
 
 def test_requests_that_are_aborted_at_random_leave_cached_pages_alone(small: Pair) -> None:
     """Half of them go at some step: queued, reading or running on shared pages."""
+    wait_until_idle(small.prefill, small.decode)  # of the test before
     starts = random_prompts([40, 48], seed=9)
     rng = random.Random(5)
     items = [
@@ -257,7 +259,7 @@ def test_requests_that_are_aborted_at_random_leave_cached_pages_alone(small: Pai
     for item, first in zip(items, held, strict=True):
         small.decode.add(msgspec.structs.replace(item, ticket=first.ticket))
     kept = [item.request_id for item in items[1::2]]
-    step = 0
+    step, deadline = 0, time.monotonic() + 120
     while leaves_at or any(outputs[name].finish_reason is None for name in kept):
         for name in [name for name, at in leaves_at.items() if at <= step]:
             small.decode.abort(name)
@@ -265,7 +267,7 @@ def test_requests_that_are_aborted_at_random_leave_cached_pages_alone(small: Pai
         for delta in small.decode.step():
             outputs[delta.request_id].add(delta)
         step += 1
-        assert step < 500_000
+        assert time.monotonic() < deadline
     assert_equal_outputs([outputs[name] for name in kept], expected[1::2])
     for item, whole in zip(items[::2], expected[::2], strict=True):
         said = outputs[item.request_id].token_ids
