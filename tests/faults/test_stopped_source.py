@@ -25,6 +25,7 @@ from tandem.errors import EngineDeadError
 from tandem.scheduler.request import EngineRequest
 from tandem.state.ticket import Ticket
 from tests.equivalence.engines import Output, build_core, greedy, random_prompts, request, run
+from tests.processes import send_signal
 from tests.tiny_models import save_tiny
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
@@ -57,9 +58,7 @@ class Source:
         return self._loop.run_until_complete(ticket())
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        while _state_of(self.pid) != "T":
-            time.sleep(0.001)
+        send_signal(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -68,10 +67,6 @@ class Source:
         self.go_on()
         self._loop.run_until_complete(self._client.close())
         self._loop.close()
-
-
-def _state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture(scope="module")

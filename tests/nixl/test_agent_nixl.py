@@ -22,6 +22,7 @@ from tandem.transfer.layout import PeerInfo, RankInfo
 from tandem.transfer.mover import RankMover
 from tandem.transfer.plan import Placement, build_rank_plans
 from tandem.transfer.protocol import MoveCommand
+from tests.processes import send_signal
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
 from tests.unit.transfer.peers import ADDRESS, wait_for
 
@@ -93,7 +94,7 @@ class Pair:
 
     def signal(self, number: int) -> None:
         for process in self.processes:
-            os.kill(process.pid, number)
+            send_signal(process.pid, number)
 
     def close(self) -> None:
         for process in self.processes:

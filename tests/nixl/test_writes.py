@@ -18,6 +18,7 @@ from tandem.transfer.agent_nixl import NixlAgent
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo, RankInfo
 from tandem.transfer.mover import MoveCommand, RankMover
+from tests.processes import send_signal
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
 from tests.unit.transfer.peers import wait_for
 
@@ -114,7 +115,7 @@ class Pair:
 
     def signal(self, number: int) -> None:
         for target in self.targets:
-            os.kill(target.process.pid, number)
+            send_signal(target.process.pid, number)
 
     def close(self) -> None:
         for target in self.targets:
