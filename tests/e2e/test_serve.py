@@ -253,9 +253,15 @@ def test_a_request_can_be_followed_through_router_and_engines(pair: Served) -> N
 
 
 def timeline(url: str, request_id: str) -> dict[str, Any]:
-    """The row of a request, or of the one sequence of it."""
-    rows = httpx.get(f"{url}/debug/requests", trust_env=False).json()["requests"]
-    return next(row for row in rows if row["request_id"].startswith(request_id))
+    """The row of a request, or of the one sequence of it, as soon as the page has it."""
+    deadline = time.monotonic() + 20
+    while True:
+        rows = httpx.get(f"{url}/debug/requests", trust_env=False, timeout=20).json()["requests"]
+        for row in rows:
+            if row["request_id"].startswith(request_id):
+                return row
+        assert time.monotonic() < deadline, f"{url} shows nothing of {request_id}"
+        time.sleep(0.05)
 
 
 def test_engines_of_a_pair_obey_those_alone_who_know_its_secret(pair: Served) -> None:
