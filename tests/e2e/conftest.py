@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.serving import Served
+from tests.e2e.serving import MODEL, Served
 from tests.tiny_models import save_tiny
 from tests.unit.tokenizers import byte_level
 
@@ -13,7 +13,7 @@ from tests.unit.tokenizers import byte_level
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In several shards; vocabularies of model and tokenizer are the same."""
-    folder = tmp_path_factory.mktemp("e2e") / "tiny-hybrid"
+    folder = tmp_path_factory.mktemp("e2e") / MODEL
     tokenizer = byte_level()
     save_tiny("nemotron_h", folder, vocab_size=321, max_shard_size="200KB")
     assert tokenizer.decode([320])
@@ -48,4 +48,5 @@ def single(single_server: Served) -> Served:
 def pair(pair_server: Served) -> Served:
     """Ready, also after a test that took one of its engines away."""
     pair_server.wait_until_ready()
+    pair_server.wait_until_state_moves()
     return pair_server

@@ -15,6 +15,7 @@ import psutil
 
 from tandem.server.listen import bind
 
+MODEL = "tiny-hybrid"
 READY_S = 90.0
 # Processes of a server have this long to end after Ctrl-C.
 END_S = 10.0
@@ -96,6 +97,26 @@ class Served:
             assert self.process.poll() is None, self.log
             assert time.monotonic() < deadline, f"not ready\n{self.log}"
             time.sleep(0.1)
+
+    def wait_until_state_moves(self) -> None:
+        """Until a decode engine of this pair reads what a prefill engine computes.
+
+        For a moment after an engine was started again, the router still names the one before it:
+        answers are right, but computed by the decode engine alone.
+        """
+        deadline = time.monotonic() + READY_S
+        num_read = self._num_read()
+        while True:
+            body = {"model": MODEL, "prompt": "moves", "max_tokens": 2, "ignore_eos": True}
+            httpx.post(f"{self.url}/v1/completions", json=body, timeout=60, trust_env=False)
+            if self._num_read() > num_read:
+                return
+            assert time.monotonic() < deadline, f"no state moves\n{self.log}"
+            time.sleep(0.1)
+
+    def _num_read(self) -> float:
+        pools = httpx.get(f"{self.url}/debug/pools", timeout=20, trust_env=False).json()
+        return sum(table.get("transfer_num_done", 0) for table in pools["engines"].values())
 
     def children(self) -> list[psutil.Process]:
         """Processes that it started itself: a core, or the engines of a pair."""

@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.serving import Served
+from tests.e2e.serving import MODEL, Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(240)]
 
 PROMPT = "hello world the quick brown fox"
-MODEL = "tiny-hybrid"
 
 
 @contextmanager

@@ -14,12 +14,11 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.serving import Served, free_port, run_to_end, still_running
+from tests.e2e.serving import MODEL, Served, free_port, run_to_end, still_running
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(240)]
 
 PROMPT = "hello world the quick brown fox"
-MODEL = "tiny-hybrid"
 PAIR = ("--prefill", "1", "--decode", "1")
 # Tokens of an answer that must still run when its client leaves or its engine is killed.
 ENDLESS = 4000
@@ -253,15 +252,9 @@ def test_a_request_can_be_followed_through_router_and_engines(pair: Served) -> N
 
 
 def timeline(url: str, request_id: str) -> dict[str, Any]:
-    """The row of a request, or of the one sequence of it, as soon as the page has it."""
-    deadline = time.monotonic() + 20
-    while True:
-        rows = httpx.get(f"{url}/debug/requests", trust_env=False, timeout=20).json()["requests"]
-        for row in rows:
-            if row["request_id"].startswith(request_id):
-                return row
-        assert time.monotonic() < deadline, f"{url} shows nothing of {request_id}"
-        time.sleep(0.05)
+    """The row of a request, or of the one sequence of it."""
+    rows = httpx.get(f"{url}/debug/requests", trust_env=False).json()["requests"]
+    return next(row for row in rows if row["request_id"].startswith(request_id))
 
 
 def test_engines_of_a_pair_obey_those_alone_who_know_its_secret(pair: Served) -> None:
