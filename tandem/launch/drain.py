@@ -9,7 +9,7 @@ from tandem.log import get_logger
 log = get_logger(__name__)
 
 _POLL_S = 0.05
-_STATES = ("waiting", "reading", "running")
+_STATES = ("waiting", "following", "reading", "running")
 
 
 async def drain(client: EngineClient, drain_s: float) -> bool:
