@@ -49,8 +49,7 @@ class _Push:
 class PushBoard:
     """Pushes by key. Every method is safe from any thread.
 
-    `on_change` is called when a part or a push has ended, `on_order` when there is something to
-    take.
+    `on_change` is called when a part or a push has ended.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,6 @@ class PushBoard:
         self._orders: list[PushOrder] = []
         self._num_open = 0
         self.on_change: Callable[[], None] = lambda: None
-        self.on_order: Callable[[], None] = lambda: None
 
     # --- for the side channel ---
 
@@ -75,9 +73,7 @@ class PushBoard:
                 return push.ends[request.part]
             if push is not None and push.is_stopped:
                 # A late copy of a question that came before the stop.
-                return MoveEvent(
-                    request.push_id, "failed", error="the push was stopped", part=request.part
-                )
+                return _over(key, request.part)
             if self._num_open >= MAX_OPEN_PARTS:
                 raise TransferError(
                     f"{MAX_OPEN_PARTS} parts are being written already; try another engine"
@@ -87,7 +83,6 @@ class PushBoard:
             push.ends[request.part] = None
             self._num_open += 1
             self._orders.append(PushOrder(key, reader, request))
-        self.on_order()
         return None
 
     def stop(self, reader: tuple[str, str], push_id: str) -> MoveEvent | None:
@@ -104,16 +99,18 @@ class PushBoard:
                 return push.end
             push.is_stopped = True
             self._orders.append(PushOrder(key))
-        self.on_order()
         return None
 
     def end_of(self, key: PushKey, part: int | None) -> MoveEvent | None:
-        """How a part ended, or (None) a stopped push; None while it goes on."""
+        """How a part ended, or (None) a stopped push; None while it goes on. What is not known any
+        more has ended: nobody waits for it in vain."""
         with self._lock:
             push = self._pushes.get(key)
-            if push is None:
-                return None
-            return push.end if part is None else push.ends.get(part)
+            if part is not None:
+                if push is None or part not in push.ends:
+                    return _over(key, part)
+                return push.ends[part]
+            return MoveEvent(key[2], "drained") if push is None else push.end
 
     # --- for the core ---
 
@@ -150,3 +147,7 @@ class PushBoard:
                     break
         push = self._pushes[key] = _Push()
         return push
+
+
+def _over(key: PushKey, part: int) -> MoveEvent:
+    return MoveEvent(key[2], "failed", error="the push is over", part=part)

@@ -75,7 +75,7 @@ def test_a_part_that_comes_after_its_stop_is_never_ordered():
     assert board.stop(READER.key, "p") == MoveEvent("p", "drained")
     event = board.ask(READER, request())
     assert event is not None
-    assert (event.status, event.error) == ("failed", "the push was stopped")
+    assert (event.status, event.error) == ("failed", "the push is over")
     assert board.take() == []
 
 
@@ -88,8 +88,10 @@ def test_pushes_that_are_over_are_forgotten_oldest_first(monkeypatch):
             board.settle((*READER.key, f"p{index}"), MoveEvent(f"p{index}", "done"))
     assert len(board._pushes) == 3
     assert next(iter(board._pushes))[2] == "p0"
-    assert board.end_of((*READER.key, "p5"), 0) is not None
-    assert board.end_of((*READER.key, "p1"), 0) is None
+    assert board.end_of((*READER.key, "p5"), 0).status == "done"
+    assert board.end_of((*READER.key, "p0"), 0) is None
+    assert board.end_of((*READER.key, "p1"), 0).error == "the push is over"
+    assert board.end_of((*READER.key, "p1"), None) == MoveEvent("p1", "drained")
 
 
 def test_parts_that_go_on_are_bounded_and_come_free_again(monkeypatch):
@@ -110,16 +112,17 @@ def test_parts_that_go_on_are_bounded_and_come_free_again(monkeypatch):
         board.ask(READER, request(3, "q"))
 
 
-def test_both_sides_are_called_when_there_is_something_for_them():
+def test_the_side_channel_is_called_at_each_end():
     board, calls = PushBoard(), []
-    board.on_order = lambda: calls.append("order")
     board.on_change = lambda: calls.append("change")
     board.ask(READER, request())
-    board.ask(READER, request())
-    board.settle(board.take()[0].key, MoveEvent("p", "done"))
+    key = board.take()[0].key
+    assert calls == []
+    board.settle(key, MoveEvent("p", "done"))
     board.stop(READER.key, "p")
-    board.stop(READER.key, "p")
-    assert calls == ["order", "change", "order"]
+    assert calls == ["change"]
+    board.settle(key, MoveEvent("p", "drained"))
+    assert calls == ["change", "change"]
 
 
 def test_sizes_of_a_push_are_bounded_while_decoding():
