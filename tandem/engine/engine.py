@@ -215,7 +215,6 @@ class EngineCore:
             request,
             eos_token_ids=self._eos_token_ids,
             max_model_len=self._scheduler.max_model_len,
-            arrival=time.monotonic(),
         )
 
     @property

@@ -44,7 +44,6 @@ def build_request(
     *,
     eos_token_ids: frozenset[int],
     max_model_len: int,
-    arrival: float = 0.0,
 ) -> Request:
     """The scheduler's view of a request.
 
@@ -69,7 +68,6 @@ def build_request(
         ticket=engine_request.ticket,
         source=engine_request.source,
         output_token_ids=list(engine_request.generated),
-        arrival=arrival,
     )
 
 

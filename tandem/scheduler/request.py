@@ -4,7 +4,6 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import msgspec
 
@@ -183,12 +182,10 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     state: RequestState = RequestState.WAITING
-    arrival: float = 0.0
     num_preemptions: int = 0
     serial: int = 0  # order of arrival in this scheduler
     num_sent_pages: int = 0  # pages that workers know of, counted from the first
     num_cached_tokens: int = 0  # whose pages were here when memory was reserved: not to be read
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

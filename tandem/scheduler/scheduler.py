@@ -23,13 +23,7 @@ from itertools import takewhile
 from tandem.cache.manager import CacheCounts, CacheManager
 from tandem.config.engine import SchedulerOptions
 from tandem.errors import RequestError
-from tandem.scheduler.policy import (
-    CapacityRow,
-    Finish,
-    capacity_table,
-    check_request,
-    finish_of,
-)
+from tandem.scheduler.policy import Finish, check_request, finish_of
 from tandem.scheduler.request import Request, RequestState, TokenDelta
 from tandem.scheduler.step import Chunk, NewRequest, StepPlan, StepResult
 from tandem.state.ticket import Progress, TokenLogprob
@@ -553,10 +547,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is unfinished or any delta unreported."""
         return bool(self._requests or self._deltas)
-
-    def capacity_table(self, lengths: tuple[int, ...]) -> list[CapacityRow]:
-        """How many sequences of each length run at once, for the start-up log."""
-        return capacity_table(self.cache.geometry, self._max_num_seqs, lengths)
 
     def counts(self) -> SchedulerCounts:
         return SchedulerCounts(

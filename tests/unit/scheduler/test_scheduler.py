@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tandem.errors import RequestError
+from tandem.scheduler.policy import capacity_table
 from tandem.scheduler.request import RequestState
 from tandem.scheduler.step import Sample, StepResult
 from tandem.state.ticket import TokenLogprob
@@ -269,7 +270,7 @@ def test_forecast_of_concurrency_is_what_runs(num_tokens, pages_per_slab, num_sl
     scheduler = make_scheduler(
         num_slabs=num_slabs, pages_per_slab=pages_per_slab, max_num_seqs=64, budget_tokens=10**6
     )
-    (row,) = scheduler.capacity_table((num_tokens,))
+    (row,) = capacity_table(scheduler.cache.geometry, 64, (num_tokens,))
     for index in range(70):
         scheduler.add(make_request(f"r{index}", num_tokens, 2))
     worker = FakeWorker(scheduler)
