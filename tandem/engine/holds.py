@@ -53,7 +53,7 @@ class HoldDesk:
         prefill = self._computing.get(request_id)
         if prefill is None:
             return
-        prefill.attempt += chunk.first_page == 0
+        prefill.attempt += chunk.start == 0
         if chunk.sample:
             return  # it is finished, and has been held or freed
         num_tokens = chunk.start + len(chunk.token_ids)

@@ -115,6 +115,15 @@ def test_a_prefill_that_begins_anew_says_so(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
+def test_chunks_that_bring_no_pages_are_no_new_attempt(bench):
+    """As all chunks of a model without attention."""
+    bench.begin(num_tokens=40)
+    bench.chunk(0, 16, 0)
+    bench.chunk(16, 32, 0)
+    progress = bench.leases.news("r")
+    assert (progress.attempt, progress.num_tokens) == (1, 32)
+
+
 def test_given_back_while_it_is_computed_it_is_stopped_or_freed(
     bench: Bench, is_held: bool
 ) -> None:
