@@ -103,18 +103,12 @@ class PushDesk:
             command = self._command(reader, request)
         except LeaseError as error:
             log.debug("part %d of push %s is not written: %s", request.part, key, error)
-            self.totals.num_failed += 1
-            event = MoveEvent(request.push_id, "failed", error=str(error), part=request.part)
-            self._board.settle(key, event)
+            self._refuse(key, request, str(error))
             return
         except Exception as error:  # much of it comes from afar: it costs this part alone
             log.exception("part %d of push %s met a bug", request.part, key)
-            self.totals.num_failed += 1
             self.totals.num_crashed += 1
-            what = f"the push failed: {type(error).__name__}: {error}"
-            self._board.settle(
-                key, MoveEvent(request.push_id, "failed", error=what, part=request.part)
-            )
+            self._refuse(key, request, f"the push failed: {type(error).__name__}: {error}")
             return
         if command is None:
             self._board.settle(key, MoveEvent(request.push_id, "void", part=request.part))
@@ -126,6 +120,11 @@ class PushDesk:
             self._pushes[name] = _Push(key, request.ticket_id)
         self._pushes[name].parts[request.part] = _Part()
         self._mover.post_move(reader, msgspec.structs.replace(command, request_id=name))
+
+    def _refuse(self, key: PushKey, request: PushRequest, error: str) -> None:
+        self.totals.num_failed += 1
+        event = MoveEvent(request.push_id, "failed", error=error, part=request.part)
+        self._board.settle(key, event)
 
     def _command(self, reader: PeerInfo, request: PushRequest) -> MoveCommand | None:
         """The write, from where the ticket's prefill lies now; None if the attempt has ended. Its

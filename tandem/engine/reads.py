@@ -59,6 +59,7 @@ class _Read:
     prompt_digest: str
     progress: Progress  # of the prefill, as far as we know
     reader: str  # who we are to its engine, for this read alone
+    moved_on: float  # when it last came nearer to its end
     peer: PeerInfo | None = None  # once its pages may be read
     is_open: bool = False  # whether the lease of the ticket was confirmed
     pages: list[int] | None = None  # once memory is reserved
@@ -78,8 +79,6 @@ class _Read:
     nbytes: int = 0
     num_descriptors: int = 0
     read_s: dict[int, float] = field(default_factory=dict)  # by rank
-    moved_on: float | None = None  # when it last came nearer to its end
-
     has_transport_failed: bool = False  # bytes of a part that has failed may still arrive
 
     def is_quiet(self, rank: int) -> bool:
@@ -170,7 +169,8 @@ class ReadDesk:
         ticket, memory or not. A ticket of another prompt fails the read."""
         progress = Progress.of(source) if isinstance(source, Ticket) else Progress()
         reader = self._client.open(request_id, source)
-        self._reads[request_id] = _Read(source, num_tokens, prompt_digest, progress, reader)
+        now = self._clock()
+        self._reads[request_id] = _Read(source, num_tokens, prompt_digest, progress, reader, now)
         self._watch.opened(request_id, source, num_tokens)
 
     def start(
@@ -179,9 +179,9 @@ class ReadDesk:
         """Read into pages and slot, which stay reserved until an outcome says so. The pages before
         `start_token`, the first token of a page, hold their K/V already and are not touched."""
         read = self._reads[request_id]
-        read.pages, read.slot, read.started = pages, slot, self._clock()
+        read.pages, read.slot = pages, slot
+        read.started = read.moved_on = self._clock()
         read.start_token = read.posted_tokens = start_token
-        read.moved_on = read.started
         self._watch.reserved(request_id)
 
     def take_news(self) -> list[tuple[str, Progress]]:
@@ -407,8 +407,6 @@ class ReadDesk:
         """Whether a read has waited for too long with nothing in flight. It may wait for a prefill
         that is queued or runs on a peer, as long as the side channel hears of it, and for memory of
         ours, which other requests give back."""
-        if read.moved_on is None:
-            read.moved_on = now
         is_following = read.progress.ticket is None
         if read.parts or is_following or (read.is_open and read.pages is None):
             return False
