@@ -114,16 +114,17 @@ def test_a_prefill_that_begins_anew_says_so(bench: Bench) -> None:
     assert bench.leases.news("r") == Progress.of(ticket, 2)
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_chunks_that_bring_no_pages_are_no_new_attempt(bench):
+def test_chunks_that_bring_no_pages_are_no_new_attempt(bench: Bench) -> None:
     """As all chunks of a model without attention."""
     bench.begin(num_tokens=40)
     bench.chunk(0, 16, 0)
     bench.chunk(16, 32, 0)
     progress = bench.leases.news("r")
+    assert progress is not None
     assert (progress.attempt, progress.num_tokens) == (1, 32)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
 def test_given_back_while_it_is_computed_it_is_stopped_or_freed(
     bench: Bench, is_held: bool
 ) -> None:
