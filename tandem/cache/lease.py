@@ -28,9 +28,9 @@ MAX_READERS = 1024
 @dataclass(frozen=True)
 class LeaseCounts:
     """`computing` (tickets without a lease yet) and `active` now; the others since start. `early`:
-    notes that came before the ticket's request. `duplicate`: of a rank that had released, or of an
-    ended ticket. `unknown`: early notes whose ticket never came. `malformed`: a rank outside its
-    reader's, two different counts of ranks, or more readers than are counted."""
+    notes that came before the ticket's request. `duplicate`: of a reader that had released, or of
+    an ended ticket. `unknown`: early notes whose ticket never came. `surplus`: notes of more
+    readers of a ticket than are counted."""
 
     computing: int
     active: int
@@ -41,24 +41,19 @@ class LeaseCounts:
     early: int
     duplicate: int
     unknown: int
-    malformed: int
+    surplus: int
 
 
 @dataclass
 class _Reader:
-    """One reading leg: which of how many of its ranks are done, and how long its lease runs."""
+    """One attempt to read a ticket: whether it has released it, and how long its lease runs."""
 
-    num_ranks: int | None = None
-    done: set[int] = field(default_factory=set)
+    is_done: bool = False
     ends_at: float = -math.inf  # so until it asks for a lease
 
     @property
     def is_registered(self) -> bool:
         return self.ends_at > -math.inf
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_ranks is not None and len(self.done) == self.num_ranks
 
 
 @dataclass
@@ -89,8 +84,6 @@ class LeaseTable(Generic[News]):
         self.lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
-        # Ordered by `ends_at`: all leases have one length, and a renewed one moves to the end; one
-        # that now ends sooner is put in its place (`_shorten`).
         self._leases: dict[str, _Lease[News]] = {}
         self._computing: dict[str, _Lease[News]] = {}
         self.on_change: Callable[[], None] = lambda: None
@@ -106,7 +99,7 @@ class LeaseTable(Generic[News]):
                 "early",
                 "duplicate",
                 "unknown",
-                "malformed",
+                "surplus",
             ),
             0,
         )
@@ -117,13 +110,20 @@ class LeaseTable(Generic[News]):
             assert ticket_id not in self._leases, f"ticket {ticket_id} has a lease already"
             assert ticket_id not in self._computing, f"ticket {ticket_id} is computed already"
             self._ended_ids.pop(ticket_id, None)
-            _, lease = self._early.pop(ticket_id, (0.0, _Lease[News]()))
-            if lease.is_revoked or any(reader.is_done for reader in lease.readers.values()):
-                self._count_end(ticket_id, lease, "released")
+            lease = self._begin(ticket_id)
+            if lease is None:
                 return False
             lease.news = news
             self._computing[ticket_id] = lease
             return True
+
+    def _begin(self, ticket_id: str) -> _Lease[News] | None:
+        """A ticket with what was noted of it before it came; None if it was given back then."""
+        _, lease = self._early.pop(ticket_id, (0.0, _Lease[News]()))
+        if lease.is_revoked or any(reader.is_done for reader in lease.readers.values()):
+            self._count_end(ticket_id, lease, "released")
+            return None
+        return lease
 
     def publish(self, ticket_id: str, news: News) -> None:
         """Tell whoever follows how far the ticket is; nothing for one that has ended."""
@@ -140,13 +140,7 @@ class LeaseTable(Generic[News]):
         Raises: LeaseError if it has ended, unless it was withdrawn with last news.
         """
         with self._lock:
-            lease = self._computing.get(ticket_id) or self._leases.get(ticket_id)
-            if lease is not None:
-                return lease.news
-            last = self._ended_ids.get(ticket_id)
-            if last is None and ticket_id in self._ended_ids:
-                raise LeaseError(f"ticket {ticket_id} has ended; recompute the prompt")
-            return last
+            return self._news(ticket_id)
 
     def follow(self, ticket_id: str, reader: str) -> News | None:
         """As `news`; who learns so of a ticket that has its lease has a lease of it from now.
@@ -157,8 +151,7 @@ class LeaseTable(Generic[News]):
             if ticket_id in self._leases:
                 lease = self._live(ticket_id)
                 self._let_in(ticket_id, lease, reader)
-                return lease.news
-        return self.news(ticket_id)
+            return self._news(ticket_id)
 
     def grant(self, ticket_id: str, news: News | None = None, record: str = "") -> bool:
         """Start the lease of a ticket whose prefill is finished; `collect` returns it once, after
@@ -168,11 +161,7 @@ class LeaseTable(Generic[News]):
         with self._lock:
             if ticket_id in self._ended_ids:
                 return False
-            is_new = ticket_id not in self._computing
-        if is_new and not self.register(ticket_id):
-            return False
-        with self._lock:
-            lease = self._computing.pop(ticket_id, None)
+            lease = self._computing.pop(ticket_id, None) or self._begin(ticket_id)
             if lease is None:
                 return False
             self._totals["granted"] += 1
@@ -211,10 +200,10 @@ class LeaseTable(Generic[News]):
             self._let_in(ticket_id, lease, reader)
             return self.lease_s
 
-    def release(self, ticket_id: str, reader: str, rank: int, num_ranks: int) -> bool:
-        """One of the `num_ranks` ranks of a reader is done. True if that ended the ticket.
+    def release(self, ticket_id: str, reader: str) -> bool:
+        """A reader is done. True if that ended the ticket.
 
-        A reader that is done ends the ticket if no other has a lease of it now. Without a lease of
+        It ends the ticket if no other has a lease of it now. Without a lease of
         its own it does so only if nobody has had one yet: it gives back what nobody reads.
         Early, repeated, late and unknown notes are counted and change nothing else.
         """
@@ -224,25 +213,16 @@ class LeaseTable(Generic[News]):
                 self._totals["duplicate"] += 1
                 return False
             noted = self._early_lease(ticket_id) if lease is None else lease
-            found = noted.readers.get(reader) or _Reader()
-            is_known = reader in noted.readers or len(noted.readers) < MAX_READERS
-            if (
-                not is_known
-                or not 0 <= rank < num_ranks
-                or found.num_ranks not in (None, num_ranks)
-            ):
-                self._totals["malformed"] += 1
+            if reader not in noted.readers and len(noted.readers) >= MAX_READERS:
+                self._totals["surplus"] += 1
                 return False
-            if rank in found.done:
+            found = noted.readers.setdefault(reader, _Reader())
+            if found.is_done:
                 self._totals["duplicate"] += 1
                 return False
-            noted.readers[reader] = found
-            found.num_ranks = num_ranks
-            found.done.add(rank)
+            found.is_done = True
             if lease is None:
                 self._totals["early"] += 1
-                return False
-            if not found.is_done:
                 return False
             if not found.is_registered and any(
                 other.is_registered for other in lease.readers.values()
@@ -276,11 +256,7 @@ class LeaseTable(Generic[News]):
         """End the leases whose time is over; returns their tickets. Cheap when there are none."""
         with self._lock:
             now = self._clock()
-            expired: list[str] = []
-            for ticket_id, lease in self._leases.items():
-                if lease.ends_at > now:
-                    break
-                expired.append(ticket_id)
+            expired = [name for name, lease in self._leases.items() if lease.ends_at <= now]
             for ticket_id in expired:
                 self._end(ticket_id, "expired")
             while self._early:
@@ -296,16 +272,20 @@ class LeaseTable(Generic[News]):
             ended, self._ended = self._ended, []
             return ended
 
-    def next_end(self) -> float | None:
-        """When the next lease ends, on the table's clock: a loop sleeps no longer than that."""
-        with self._lock:
-            return next((lease.ends_at for lease in self._leases.values()), None)
-
     def counts(self) -> LeaseCounts:
         with self._lock:
             return LeaseCounts(
                 computing=len(self._computing), active=len(self._leases), **self._totals
             )
+
+    def _news(self, ticket_id: str) -> News | None:
+        lease = self._computing.get(ticket_id) or self._leases.get(ticket_id)
+        if lease is not None:
+            return lease.news
+        last = self._ended_ids.get(ticket_id)
+        if last is None and ticket_id in self._ended_ids:
+            raise LeaseError(f"ticket {ticket_id} has ended; recompute the prompt")
+        return last
 
     def _live(self, ticket_id: str) -> _Lease[News]:
         lease = self._leases.get(ticket_id)
@@ -331,7 +311,6 @@ class LeaseTable(Generic[News]):
             raise LeaseError(f"ticket {ticket_id} has {MAX_READERS} readers; recompute the prompt")
         lease.readers[reader] = found
         found.ends_at = lease.ends_at = self._clock() + self.lease_s
-        self._leases[ticket_id] = self._leases.pop(ticket_id)
 
     def _shorten(self, lease: _Lease[News]) -> bool:
         """A ticket ends with the last of its readers' leases; False if none runs now."""
@@ -339,7 +318,6 @@ class LeaseTable(Generic[News]):
         if last_end is None:
             return False
         lease.ends_at = last_end
-        self._leases = dict(sorted(self._leases.items(), key=lambda item: item[1].ends_at))
         return True
 
     def _end(self, ticket_id: str, how: str) -> None:

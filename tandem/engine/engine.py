@@ -267,7 +267,7 @@ class EngineCore:
 
     def _give_back(self, ticket: Ticket | None) -> None:
         if self._client is not None and ticket is not None:
-            self._client.release(ticket, self._num_movers)
+            self._client.release(ticket)
 
     def abort(self, request_id: str) -> None:
         """End a request in any state; unknown and finished ones are ignored.

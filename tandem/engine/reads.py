@@ -197,7 +197,7 @@ class ReadDesk:
         """The request is over. True if its memory is quiet now; else drained() tells later."""
         read = self._reads.pop(request_id)
         self._watch.forget(request_id)
-        self._client.release(read.source, self._num_ranks, read.reader)
+        self._client.release(read.source, read.reader)
         if not read.parts and not read.has_transport_failed:
             return True
         self._give_up(request_id, read)
@@ -451,7 +451,7 @@ class ReadDesk:
         if read.error is not None:
             return self._fail(request_id, read.reason, read.error)
         del self._reads[request_id]
-        self._client.release(read.source, self._num_ranks, read.reader)
+        self._client.release(read.source, read.reader)
         self._count(read)
         self._watch.ready(request_id)
         return ReadOutcome(request_id, is_ready=True, is_quiet=True)

@@ -21,7 +21,6 @@ from tandem.state.ticket import PrefillSource, Progress, Ticket, record_of
 from tandem.transfer.identity import EngineIdentity
 from tandem.transfer.layout import PeerInfo, RankInfo, check_peer
 from tandem.transfer.protocol import (
-    ALL_READERS,
     MAX_HOLD_S,
     MAX_REPLY_NBYTES,
     FollowReply,
@@ -179,18 +178,13 @@ class PeerChannel:
         if opened is not None and opened.sequence is not None:
             self._next_send.pop(opened.sequence, None)
 
-    def release(
-        self, ticket: PrefillSource, num_readers: int, reader: str, reader_rank: int
-    ) -> None:
-        if reader_rank == ALL_READERS:
-            # This reader's alone: other requests may read the same ticket.
-            for request_id, opened in list(self._opens.items()):
-                if opened.reader == reader:
-                    self.forget(request_id)
+    def release(self, ticket: PrefillSource, reader: str) -> None:
+        # This reader's alone: other requests may read the same ticket.
+        for request_id, opened in list(self._opens.items()):
+            if opened.reader == reader:
+                self.forget(request_id)
         sequence = next(self._sequences)
-        note = ReleaseNote(
-            sequence, ticket.ticket_id, ticket.generation, reader, reader_rank, num_readers
-        )
+        note = ReleaseNote(sequence, ticket.ticket_id, ticket.generation, reader)
         self._notes[sequence] = _Note(note, time.monotonic() + ticket.lease_s)
 
     def give_up_push(self, request_id: str) -> None:

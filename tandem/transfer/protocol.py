@@ -26,11 +26,9 @@ from tandem.transfer.identity import (
 from tandem.transfer.layout import PeerInfo, RankInfo
 
 __all__ = [
-    "ALL_READERS",
     "MAX_HOLD_S",
     "MAX_PARTS",
     "MAX_PUSH_PAGES",
-    "MAX_READERS",
     "MAX_REPLY_NBYTES",
     "MAX_REQUEST_NBYTES",
     "PROTOCOL_VERSION",
@@ -62,11 +60,9 @@ __all__ = [
     "version_tag",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_REQUEST_NBYTES = 4 << 20
 MAX_REPLY_NBYTES = 16 << 20
-ALL_READERS = -1
-MAX_READERS = 1024
 # How long an answer to a FollowRequest may be held back for want of news.
 MAX_HOLD_S = 0.5
 # Of one push. A page each is possible, and a part for each step of the prefill.
@@ -120,15 +116,12 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 
 
 class ReleaseNote(msgspec.Struct, frozen=True, tag="release"):
-    """Rank `reader_rank` of the `num_readers` ranks of `reader` (or ALL_READERS: all of them) needs
-    the ticket's memory no more."""
+    """`reader` needs the ticket's memory no more, on none of its ranks."""
 
     sequence: Count
     ticket_id: ShortText
     generation: ShortText
     reader: ShortText
-    reader_rank: Annotated[int, Meta(ge=ALL_READERS, lt=MAX_READERS)]
-    num_readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
 
 
 class HelloReply(msgspec.Struct, frozen=True, tag="welcome"):

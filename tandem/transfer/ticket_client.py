@@ -21,7 +21,7 @@ from tandem.log import get_logger
 from tandem.state.ticket import PrefillSource, Progress
 from tandem.transfer.identity import EngineIdentity, is_proven_dead
 from tandem.transfer.peer_channel import Asked, PeerChannel
-from tandem.transfer.protocol import ALL_READERS, MoveCommand, MoveEvent, PeerInfo, RankInfo
+from tandem.transfer.protocol import MoveCommand, MoveEvent, PeerInfo, RankInfo
 
 log = get_logger(__name__)
 
@@ -122,15 +122,9 @@ class TicketClient:
         self._submit(open_ticket)
         return reader
 
-    def release(
-        self,
-        ticket: PrefillSource,
-        num_readers: int,
-        reader: str | None = None,
-        reader_rank: int = ALL_READERS,
-    ) -> None:
-        """Tell the ticket's engine that rank `reader_rank` of `num_readers` ranks of a reader, or
-        all of them, need its memory no more. Repeated until answered or the lease has ended anyway.
+    def release(self, ticket: PrefillSource, reader: str | None = None) -> None:
+        """Tell the ticket's engine that a reader needs its memory no more. Repeated until answered
+        or the lease has ended anyway.
 
         Ends the reader's renewals, or the prefill; no further events of it come. Without a reader:
         the ticket was never opened here, and ends unless others read it.
@@ -143,7 +137,7 @@ class TicketClient:
             except TransferError as error:
                 log.warning("ticket %s is not given back: %s", ticket.ticket_id, error)
             else:
-                channel.release(ticket, num_readers, name, reader_rank)
+                channel.release(ticket, name)
 
         self._submit(release_ticket)
 

@@ -22,7 +22,6 @@ from tandem.transfer.backlog import BacklogGuard
 from tandem.transfer.identity import EngineIdentity
 from tandem.transfer.layout import PeerInfo, RankInfo, check_peer
 from tandem.transfer.protocol import (
-    ALL_READERS,
     MAX_REQUEST_NBYTES,
     FollowReply,
     FollowRequest,
@@ -33,7 +32,6 @@ from tandem.transfer.protocol import (
     PushRequest,
     PushStop,
     Refusal,
-    ReleaseNote,
     ReleaseReply,
     Reply,
     Request,
@@ -72,8 +70,8 @@ class Leases(Protocol):
     def renew(self, ticket_id: str, reader: str, record: str) -> float:
         """Seconds that are left after starting anew. Raises: LeaseError if it has ended."""
 
-    def release(self, ticket_id: str, reader: str, rank: int, num_ranks: int) -> bool:
-        """One rank of a reader is done. Repeated and unknown notes are tolerated and counted."""
+    def release(self, ticket_id: str, reader: str) -> bool:
+        """A reader is done. Repeated and unknown notes are tolerated and counted."""
 
 
 @dataclass
@@ -348,7 +346,8 @@ class TicketServer:
                 return self._refusal(request.sequence, str(error))
             self._counts["renewals"] += 1
             return LeaseReply(request.sequence, remaining_s)
-        self._release(request)
+        self._counts["releases"] += 1
+        self._leases.release(request.ticket_id, request.reader)
         return ReleaseReply(request.sequence)
 
     def _refuse_peer(self, hello: Hello) -> str | None:
@@ -370,15 +369,6 @@ class TicketServer:
             return self._pushes.ask(peer, request)
         except TransferError as error:
             return self._refusal(request.sequence, str(error))
-
-    def _release(self, note: ReleaseNote) -> None:
-        self._counts["releases"] += 1
-        if note.reader_rank == ALL_READERS:
-            ranks = range(note.num_readers)
-        else:
-            ranks = range(note.reader_rank, note.reader_rank + 1)
-        for rank in ranks:
-            self._leases.release(note.ticket_id, note.reader, rank, note.num_readers)
 
     def _refusal(self, sequence: int, message: str) -> Refusal:
         self._counts["refused"] += 1

@@ -54,7 +54,7 @@ REQUESTS: list[protocol.Request] = [
     protocol.PushRequest(5, "t", "g", ("D", "g"), "p", 0, 0, 0, 40, (1, 2, 3), 0),
     protocol.PushStop(6, "g", ("D", "g"), "p"),
     protocol.LeaseRequest(2, "t", "g", "r", "d"),
-    protocol.ReleaseNote(3, "t", "g", "r", -1, 4),
+    protocol.ReleaseNote(3, "t", "g", "r"),
     protocol.FollowRequest(4, "t", "g", "r", 0, 16, 0.5),
 ]
 REPLIES: list[protocol.Reply] = [

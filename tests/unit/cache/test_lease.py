@@ -33,14 +33,11 @@ def test_check_tells_what_is_left(table, clock):
     assert table.grant("t")
     clock.now += 4
     assert table.check("t") == 6.0
-    assert table.next_end() == 110.0
 
 
-def test_released_when_the_last_rank_is_done(table):
+def test_a_release_ends_a_ticket_that_nobody_else_reads(table):
     assert table.grant("t")
-    assert not table.release("t", "r", 0, 2)
-    assert table.collect() == []
-    assert table.release("t", "r", 1, 2)
+    assert table.release("t", "r")
     assert table.collect() == ["t"]
     assert table.collect() == []
     with pytest.raises(LeaseError, match="has ended"):
@@ -58,7 +55,7 @@ def test_expires_without_a_reader(table, clock):
         table.renew("t", "r")
     assert table.expire() == ["t"]
     assert table.collect() == ["t"]
-    assert table.next_end() is None
+    assert table.counts().active == 0
 
 
 def test_renewed_lease_outlives_its_neighbours(table, clock):
@@ -76,31 +73,22 @@ def test_renewed_lease_outlives_its_neighbours(table, clock):
 def test_note_that_arrives_after_the_deadline_but_before_the_sweep_counts_as_release(table, clock):
     assert table.grant("t")
     clock.now += 11
-    assert table.release("t", "r", 0, 1)
+    assert table.release("t", "r")
     assert table.expire() == []
     assert table.collect() == ["t"]
     assert table.counts().released == 1
 
 
-def test_early_notes_are_kept_and_matched(table):
-    assert not table.release("t", "r", 0, 2)
-    assert not table.release("t", "r", 0, 2)
-    assert table.grant("t")
-    assert table.release("t", "r", 1, 2)
-    assert table.collect() == ["t"]
-    counts = table.counts()
-    assert (counts.early, counts.duplicate, counts.released) == (1, 1, 1)
-
-
 def test_a_ticket_that_was_given_back_before_it_came_is_not_begun(table):
-    table.release("t", "r", 1, 2)
-    table.release("t", "r", 0, 2)
+    assert not table.release("t", "r")
+    assert not table.release("t", "r")
     assert not table.register("t")
     table.revoke("u")
     assert not table.register("u")
     assert table.collect() == []
     counts = table.counts()
     assert (counts.computing, counts.active, counts.released, counts.revoked) == (0, 0, 1, 1)
+    assert (counts.early, counts.duplicate) == (2, 1)
     # Only that one: an id may come again.
     assert table.register("u")
 
@@ -111,7 +99,7 @@ def test_a_ticket_that_is_given_back_while_it_is_computed_gets_no_lease(table, e
     table.on_change = lambda: changes.append(table.counts().computing)
     assert table.register("t", "queued")
     assert table.news("t") == "queued"
-    assert table.release("t", "r", 0, 1) if end == "release" else table.revoke("t")
+    assert table.release("t", "r") if end == "release" else table.revoke("t")
     assert changes == [0]
     assert table.collect() == ["t"]
     assert not table.grant("t")
@@ -120,14 +108,6 @@ def test_a_ticket_that_is_given_back_while_it_is_computed_gets_no_lease(table, e
         table.news("t")
     assert not table.revoke("t")
     assert table.counts().granted == 0
-
-
-def test_one_reader_that_is_done_early_counts_when_the_lease_runs(table):
-    table.register("t")
-    assert not table.release("t", "r", 0, 2)
-    assert table.grant("t")
-    assert table.release("t", "r", 1, 2)
-    assert table.collect() == ["t"]
 
 
 def test_time_runs_from_the_grant_and_news_go_on_until_the_end(table, clock):
@@ -160,27 +140,19 @@ def test_a_withdrawn_ticket_has_ended_and_leaves_nothing_to_collect(table):
 
 def test_duplicates_and_late_notes_change_nothing(table):
     assert table.grant("t")
+    table.renew("t", "d")
+    table.renew("t", "r")
     for _ in range(3):
-        table.release("t", "r", 0, 2)
+        assert not table.release("t", "r")
     assert table.collect() == []
-    table.release("t", "r", 1, 2)
-    assert not table.release("t", "r", 1, 2)
+    assert table.release("t", "d")
+    assert not table.release("t", "r")
     assert table.collect() == ["t"]
     assert table.counts().duplicate == 3
 
 
-def test_malformed_notes_are_counted_and_ignored(table):
-    assert table.grant("t")
-    for rank, num_readers in ((2, 2), (-1, 2), (0, 0)):
-        assert not table.release("t", "r", rank, num_readers)
-    table.release("t", "r", 0, 2)
-    assert not table.release("t", "r", 1, 4)  # another count than before
-    assert table.counts().malformed == 4
-    assert table.collect() == []
-
-
 def test_unknown_notes_are_counted_and_forgotten(table, clock):
-    table.release("never", "r", 0, 1)
+    table.release("never", "r")
     clock.now += 10
     table.expire()
     assert table.counts().unknown == 1
@@ -191,7 +163,7 @@ def test_unknown_notes_are_counted_and_forgotten(table, clock):
 def test_early_notes_are_bounded(table, monkeypatch):
     monkeypatch.setattr(lease_module, "MAX_EARLY", 3)
     for index in range(10):
-        table.release(f"t{index}", "r", 0, 1)
+        table.release(f"t{index}", "r")
     assert table.counts().unknown == 7
     assert table.register("t6")
     assert not table.register("t7")
@@ -200,7 +172,7 @@ def test_early_notes_are_bounded(table, monkeypatch):
 def test_tickets_whose_ids_are_prefixes_of_each_other_stay_apart(table):
     assert table.grant("req-1")
     assert table.grant("req-11")
-    assert table.release("req-11", "r", 0, 1)
+    assert table.release("req-11", "r")
     assert table.collect() == ["req-11"]
     assert table.check("req-1") == 10.0
 
@@ -218,13 +190,12 @@ def test_a_ticket_ends_with_its_last_reader(table):
     assert table.grant("t")
     table.renew("t", "d1")
     table.renew("t", "d2")
-    table.release("t", "d1", 0, 2)
-    assert not table.release("t", "d1", 1, 2)
-    assert not table.release("t", "d1", 1, 2)
-    assert not table.release("t", "stranger", 0, 1)
+    assert not table.release("t", "d1")
+    assert not table.release("t", "d1")
+    assert not table.release("t", "stranger")
     assert table.collect() == []
     table.renew("t", "d2")
-    assert table.release("t", "d2", 0, 1)
+    assert table.release("t", "d2")
     assert table.collect() == ["t"]
     assert table.counts().released == 1
 
@@ -235,11 +206,10 @@ def test_a_reader_that_is_silent_costs_its_own_lease_alone(table, clock):
     table.renew("t", "silent")
     clock.now += 4
     table.renew("t", "d")
-    assert not table.release("t", "d", 0, 1)
+    assert not table.release("t", "d")
     # The ticket ends with the silent one's lease now, before that of a ticket granted later.
     clock.now += 2
     assert table.grant("later")
-    assert table.next_end() == 110.0
     clock.now = 110.0
     assert sorted(table.expire()) == ["other", "t"]
     assert table.counts().expired == 2
@@ -252,19 +222,19 @@ def test_who_has_let_its_lease_go_by_does_not_end_another_ones(table, clock):
     table.renew("t", "d")
     clock.now += 6
     assert table.expire() == []
-    assert not table.release("t", "slow", 0, 1)
+    assert not table.release("t", "slow")
     assert table.check("t") == 4.0
-    assert table.release("t", "d", 0, 1)
+    assert table.release("t", "d")
 
 
 def test_a_reader_that_has_released_is_refused(table):
     assert table.grant("t")
     table.renew("t", "d1")
     table.renew("t", "d2")
-    table.release("t", "d2", 0, 1)
+    table.release("t", "d2")
     with pytest.raises(LeaseError, match="has released"):
         table.renew("t", "d2")
-    table.release("t", "d1", 0, 1)
+    table.release("t", "d1")
     for ask in (table.renew, table.follow):
         with pytest.raises(LeaseError, match="has ended"):
             ask("t", "d3")
@@ -281,7 +251,7 @@ def test_a_revoked_ticket_admits_nobody_and_waits_for_its_readers(table, clock):
     table.renew("t", "d")
     clock.now += 6
     assert table.expire() == []
-    assert table.release("t", "d", 0, 1)
+    assert table.release("t", "d")
     assert table.collect() == ["t"]
     assert table.counts().revoked == 1
 
@@ -292,8 +262,8 @@ def test_a_follower_has_a_lease_with_the_final_news_and_not_before(table):
     assert table.follow("unknown", "d1") is None
     table.grant("t", "all")
     assert table.follow("t", "d2") == "all"
-    assert not table.release("t", "d1", 0, 1)
-    assert table.release("t", "d2", 0, 1)
+    assert not table.release("t", "d1")
+    assert table.release("t", "d2")
     with pytest.raises(LeaseError, match="has ended"):
         table.follow("t", "d1")
 
@@ -302,16 +272,16 @@ def test_another_record_is_refused_and_leaves_no_reader(table):
     assert table.grant("t", record="as it was")
     with pytest.raises(LeaseError, match="not the one that was granted"):
         table.renew("t", "forger", "as it was not")
-    assert table.release("t", "anybody", 0, 1)
+    assert table.release("t", "anybody")
 
 
 def test_readers_are_bounded(table, monkeypatch):
     monkeypatch.setattr(lease_module, "MAX_READERS", 2)
     assert table.grant("t")
     table.renew("t", "d1")
-    table.release("t", "stranger", 0, 1)
-    table.release("t", "other stranger", 0, 1)
-    assert table.counts().malformed == 1
+    table.release("t", "stranger")
+    table.release("t", "other stranger")
+    assert table.counts().surplus == 1
     with pytest.raises(LeaseError, match="has 2 readers"):
         table.renew("t", "d2")
     table.renew("t", "d1")
@@ -349,7 +319,7 @@ def test_memory_is_kept_exactly_as_long_as_somebody_may_read_it(actions):
                 ends[value] = clock.now + 10.0
                 had_reader = True
         elif action == "release":
-            table.release("t", value, 0, 1)
+            table.release("t", value)
             released.add(value)
             # Who never had a lease gives the ticket back only if nobody else had one either.
             is_given_back = is_given_back or not had_reader
@@ -378,18 +348,18 @@ def test_every_ticket_is_collected_once_under_threads():
     collected: list[str] = []
     done = threading.Event()
 
-    def notes(rank: int) -> None:
+    def notes(number: int) -> None:
         order = list(range(num_tickets))
-        random.Random(rank).shuffle(order)
+        random.Random(number).shuffle(order)
         for index in order:
-            table.release(str(index), "r", rank, num_readers)
+            table.release(str(index), f"r{number}")
 
     def sweep() -> None:
         while not done.is_set():
             table.expire()
             collected.extend(table.collect())
 
-    threads = [threading.Thread(target=notes, args=(rank,)) for rank in range(num_readers)]
+    threads = [threading.Thread(target=notes, args=(number,)) for number in range(num_readers)]
     sweeper = threading.Thread(target=sweep)
     for thread in (*threads, sweeper):
         thread.start()

@@ -156,9 +156,11 @@ def test_a_prefill_that_ends_without_a_ticket_is_forgotten(bench: Bench) -> None
 def test_memory_is_freed_once_every_reader_is_done(bench: Bench) -> None:
     ticket = bench.hold()
     assert bench.num_freed() == 0
-    bench.leases.release(ticket.ticket_id, "r", 0, 2)
+    for reader in ("d1", "d2"):
+        bench.leases.follow(ticket.ticket_id, reader)
+    bench.leases.release(ticket.ticket_id, "d1")
     assert bench.num_freed() == 0
-    bench.leases.release(ticket.ticket_id, "r", 1, 2)
+    bench.leases.release(ticket.ticket_id, "d2")
     assert bench.num_freed() == 1
     assert bench.num_freed() == 0
     assert bench.cache.counts().is_idle

@@ -40,7 +40,7 @@ class FakeClient:
     def __init__(self) -> None:
         self.events: list[OpenEvent] = []
         self.opened: list[str] = []
-        self.released: list[tuple[str, int, str]] = []
+        self.released: list[tuple[str, str]] = []
         self.dropped: list[tuple[str, str]] = []
         self.dead: set[str] = set()
         self.keeps_leases = True
@@ -49,8 +49,8 @@ class FakeClient:
         self.opened.append(request_id)
         return f"reader of {request_id}"
 
-    def release(self, ticket: PrefillSource, num_readers: int, reader: str) -> None:
-        self.released.append((ticket.ticket_id, num_readers, reader))
+    def release(self, ticket: PrefillSource, reader: str) -> None:
+        self.released.append((ticket.ticket_id, reader))
 
     def drop_peer(self, key: tuple[str, str]) -> None:
         self.dropped.append(key)
@@ -176,7 +176,7 @@ def test_it_is_ready_when_every_rank_is_done_and_the_ticket_is_released_then(ben
     assert bench.client.released == []
     bench.tell(0, "done", nbytes=700, num_descriptors=4, seconds=0.5)
     assert bench.advance() == [ReadOutcome("r", is_ready=True, is_quiet=True)]
-    assert bench.client.released == [("t", 2, "reader of r")]
+    assert bench.client.released == [("t", "reader of r")]
     assert not bench.desk.is_busy()
     totals = bench.desk.totals
     assert (totals.num_done, totals.num_failed, totals.num_pages) == (1, 0, 2)
@@ -192,7 +192,7 @@ def test_failure_on_one_rank_is_told_when_the_other_has_stopped_too(bench: Bench
     assert bench.desk.is_reading("r")
     bench.tell(1, "done", nbytes=500)
     assert bench.advance() == [ReadOutcome("r", False, True, "the wire broke")]
-    assert bench.client.released == [("t", 2, "reader of r")]
+    assert bench.client.released == [("t", "reader of r")]
     assert bench.executor.given_up == []
     assert bench.desk.totals.num_done == 0
     assert bench.desk.totals.num_failed == 1
@@ -301,7 +301,7 @@ def test_a_peer_that_is_proven_dead_is_not_waited_for(bench: Bench) -> None:
 def test_abandoned_before_the_post_it_is_quiet_at_once(bench: Bench) -> None:
     bench.open()
     assert bench.desk.abandon("r")
-    assert bench.client.released == [("t", 2, "reader of r")]
+    assert bench.client.released == [("t", "reader of r")]
     # The answer of the side channel comes too late to start anything.
     assert bench.advance() == []
     assert bench.executor.posted == []
@@ -311,7 +311,7 @@ def test_abandoned_before_the_post_it_is_quiet_at_once(bench: Bench) -> None:
 def test_abandoned_after_the_post_it_drains_on_every_rank_and_is_told_once(bench: Bench) -> None:
     bench.start()
     assert not bench.desk.abandon("r")
-    assert bench.client.released == [("t", 2, "reader of r")]
+    assert bench.client.released == [("t", "reader of r")]
     assert bench.desk.num_draining == 1
     bench.tell(0, "drained")
     assert bench.advance() == []
@@ -375,7 +375,7 @@ def test_pages_are_read_as_they_are_finished_and_the_rest_with_the_slot(bench: B
     assert bench.desk.is_reading("r")
     bench.client.events.append(OpenEvent("r", "open", peer=PEER))
     assert bench.advance() == [ReadOutcome("r", is_ready=True, is_quiet=True)]
-    assert bench.client.released == [("t", 2, "reader of r")]
+    assert bench.client.released == [("t", "reader of r")]
     totals = bench.desk.totals
     assert (totals.parts, totals.early_pages, totals.num_pages) == (2, 2, 3)
     assert (totals.nbytes, totals.read_seconds) == (2000, 1.0)
@@ -482,7 +482,7 @@ def test_a_prefill_of_another_prompt_is_refused(bench: Bench) -> None:
     (outcome,) = bench.hear(Progress.of(final, 1))
     assert (outcome.is_ready, outcome.error) == (False, "ticket t is of another prompt")
     assert bench.desk.take_news() == []
-    assert bench.client.released == [("t", 2, "reader of r")]
+    assert bench.client.released == [("t", "reader of r")]
 
 
 def test_abandoned_with_several_parts_it_drains_on_every_rank(bench: Bench) -> None:
@@ -490,7 +490,7 @@ def test_abandoned_with_several_parts_it_drains_on_every_rank(bench: Bench) -> N
     bench.hear(Progress((5,), 16, 1))
     bench.hear(Progress((5, 6), 32, 1))
     assert not bench.desk.abandon("r")
-    assert bench.client.released == [("t", 2, "reader of r")]  # which ends the prefill too
+    assert bench.client.released == [("t", "reader of r")]  # which ends the prefill too
     bench.tell(0, "done", part=0)
     bench.tell(0, "drained")
     bench.tell(1, "done", part=0)
@@ -531,7 +531,7 @@ def test_a_plain_ticket_without_state_fails_the_read_at_once(bench: Bench) -> No
     bench.desk.open("r", STATELESS, 20, "d")
     error = "ticket t names no state, but the answer goes on"
     assert bench.advance() == [ReadOutcome("r", False, True, error)]
-    assert bench.client.released == [("t", 2, "reader of r")]
+    assert bench.client.released == [("t", "reader of r")]
     assert not bench.desk.is_busy()
 
 

@@ -88,7 +88,7 @@ def test_a_peer_that_sends_much_is_no_stranger(engine):
     client = TicketClient(identity(engine_id="D"), deadline_s=60.0, secret=SECRET)
     try:
         for number in range(4000):
-            client.release(engine.grant(f"{'x' * 400}{number}"), 1)
+            client.release(engine.grant(f"{'x' * 400}{number}"))
         wait_for(lambda: client.stats().get("releases") == 4000, timeout_s=60.0)
     finally:
         client.close(timeout_s=0.1)

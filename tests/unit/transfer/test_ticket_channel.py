@@ -98,25 +98,23 @@ def test_open_meets_the_engine_once_and_renews_the_lease(prefill, client):
     assert engine.server.stats()["renewals"] == 3
 
 
-def test_release_ends_the_lease_when_all_readers_are_done(prefill, client):
+def test_a_release_ends_the_ticket_once(prefill, client):
     engine = prefill()
     ticket = engine.grant()
-    client.release(ticket, 2, "reader", reader_rank=1)
-    client.release(ticket, 2, "reader", reader_rank=1)
-    wait_for(lambda: client.stats().get("releases") == 2)
-    assert engine.leases.collect() == []
-    client.release(ticket, 2, "reader", reader_rank=0)
+    client.release(ticket, "reader")
     assert wait_for(engine.leases.collect) == ["t1"]
     # Late and repeated notes are answered and change nothing.
-    client.release(ticket, 2)
-    wait_for(lambda: client.stats().get("releases") == 4)
+    client.release(ticket, "reader")
+    client.release(ticket)
+    wait_for(lambda: client.stats().get("releases") == 3)
     assert engine.leases.collect() == []
+    assert engine.leases.counts().duplicate == 2
 
 
 def test_release_works_for_tickets_that_were_never_opened(prefill, client):
     """A request that the decode engine refuses frees the prefill's memory at once."""
     engine = prefill()
-    client.release(engine.grant(), 4)
+    client.release(engine.grant())
     assert wait_for(engine.leases.collect) == ["t1"]
     assert engine.server.stats()["hellos"] == 0
 
@@ -129,7 +127,7 @@ def test_an_open_lease_is_kept_until_it_is_released(prefill, client):
     time.sleep(1.0)
     assert engine.leases.expire() == []
     assert client.poll() == []
-    client.release(ticket, 1, reader)
+    client.release(ticket, reader)
     assert wait_for(engine.leases.collect) == ["t1"]
 
 
@@ -158,7 +156,7 @@ def test_a_lease_that_ends_while_it_is_read_is_reported_lost(prefill, client):
     engine = prefill(lease_s=0.3)
     reader = client.open("r", engine.grant())
     assert event(client).status == "open"
-    engine.leases.release("t1", reader, 0, 1)  # not by the client, which knows nothing of it
+    engine.leases.release("t1", reader)  # not by the client, which knows nothing of it
     found = event(client)
     assert (found.request_id, found.status, found.reason) == ("r", "lost", "lease")
 
@@ -171,8 +169,8 @@ def test_a_release_of_one_reader_leaves_the_lease_of_another_alone(prefill, clie
     assert event(client).status == "open"
     second = client.open("second", ticket)
     assert event(client).status == "open"
-    client.release(ticket, 2, first)
-    client.release(ticket, 1)
+    client.release(ticket, first)
+    client.release(ticket)
     wait_for(lambda: client.stats()["releases"] == 2)
     assert not engine.leases.revoke("t1")
     time.sleep(0.8)
@@ -183,7 +181,7 @@ def test_a_release_of_one_reader_leaves_the_lease_of_another_alone(prefill, clie
     found = event(client)
     assert (found.request_id, found.status) == ("third", "failed")
     assert "ended for new readers" in found.error
-    client.release(ticket, 1, second)
+    client.release(ticket, second)
     assert wait_for(engine.leases.collect) == ["t1"]
 
 
@@ -203,7 +201,7 @@ def test_requests_with_one_ticket_are_all_told(prefill, client):
             assert item.request_id not in found
             found[item.request_id] = item.status
             address = dead if item.request_id.startswith("dead") else ticket
-            client.release(address, 1, readers[item.request_id])
+            client.release(address, readers[item.request_id])
         return found.keys() == readers.keys()
 
     wait_for(hear)
@@ -379,12 +377,12 @@ def test_an_address_that_is_none_fails_its_request(client, address):
     found = event(client)
     assert found.status == "failed"
     assert "expected tcp://HOST:PORT" in found.error
-    client.release(ticket_for(address), 1)
+    client.release(ticket_for(address))
     wait_for(lambda: client.stats()["lost_releases"] == 1)
 
 
 def test_release_notes_are_repeated_until_the_lease_must_have_ended(client):
-    client.release(ticket_for("tcp://127.0.0.1:9", lease_s=0.2), 1)
+    client.release(ticket_for("tcp://127.0.0.1:9", lease_s=0.2))
     wait_for(lambda: client.stats().get("lost_releases") == 1)
 
 
@@ -397,7 +395,7 @@ def test_a_peer_of_another_version_is_refused_by_both_versions(prefill, client):
         assert tag == version_tag(PROTOCOL_VERSION)
         other.send_multipart([peer, version_tag(9), b"?"])
         found = event(client)
-    assert "peer speaks protocol version 9, this engine version 3" in found.error
+    assert "peer speaks protocol version 9, this engine version 4" in found.error
 
 
 def test_garbage_answers_are_dropped(client):
@@ -483,7 +481,7 @@ def test_death_is_proven_only_for_engines_that_were_met(prefill, client):
 def test_the_client_closes_while_requests_wait(prefill):
     client = TicketClient(identity(engine_id="D"), deadline_s=30)
     client.open("r", ticket_for("tcp://127.0.0.1:9"))
-    client.release(ticket_for("tcp://127.0.0.1:9"), 1)
+    client.release(ticket_for("tcp://127.0.0.1:9"))
     start = time.monotonic()
     client.close(timeout_s=0.1)
     client.close()
@@ -522,7 +520,7 @@ def test_a_prefill_is_followed_to_its_ticket_and_its_lease_is_kept(prefill, clie
     time.sleep(1.2)
     assert engine.leases.expire() == []
     assert client.keeps("r", ticket)
-    client.release(ticket, 1, reader)
+    client.release(ticket, reader)
     assert wait_for(engine.leases.collect) == ["t1"]
 
 
@@ -589,7 +587,7 @@ def test_who_is_told_of_the_ticket_has_a_lease_from_then_on(prefill, client):
     engine.leases.grant("t1", Progress.of(ticket), record_of(ticket))
     wait_for(lambda: any(item.status == "progress" for item in client.poll()))
     renew("t1", "quicker", record_of(ticket))
-    assert not engine.leases.release("t1", "quicker", 0, 1)
+    assert not engine.leases.release("t1", "quicker")
     assert engine.leases.collect() == []
 
 
@@ -626,7 +624,7 @@ def test_a_release_stops_a_prefill_that_is_followed(prefill, client):
     source = source_for(engine)
     reader = client.open("r", source)
     wait_for(lambda: engine.server.stats()["hellos"] == 1)
-    client.release(source, 4, reader)
+    client.release(source, reader)
     assert wait_for(engine.leases.collect) == ["t1"]
     time.sleep(0.1)
     assert client.poll() == []
