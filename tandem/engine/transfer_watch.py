@@ -20,9 +20,9 @@ from tandem.transfer.protocol import MoveEvent
 log = get_logger(__name__)
 
 # handshake: from the request to an open ticket, hello and lease check, or to the first news of a
-# prefill that is followed; queue: from the request to
-# memory that is reserved for it (the two run side by side); transfer: from the first posted part
-# to state that is ready; first_decode: from there to the first token that is sampled here.
+# prefill that is followed; queue: from the request to memory that is reserved for it (the two run
+# side by side); transfer: from the first posted part to state that is ready; first_decode: from
+# there to the first token that is sampled here.
 PHASES = ("handshake", "queue", "transfer", "first_decode")
 PARTS = ("pages", "slots")
 # Upper bounds in seconds; what is longer counts in one bucket more.
