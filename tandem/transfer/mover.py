@@ -33,16 +33,14 @@ _MAX_LINKS = 64
 class RankMover:
     """Owner of the transfer thread of one rank.
 
-    Commands are queued and carried out in order; results come from `poll`. `notify` is called from
-    the thread after an event was added. `num_quarantined` counts parts that were given up and
-    still run: an engine in which it does not fall is not healthy.
+    Commands are queued and carried out in order; results come from `poll`. `num_quarantined` counts
+    parts that were given up and still run: an engine in which it does not fall is not healthy.
     """
 
     def __init__(
         self,
         agent: TransferAgent,
         layout: RankLayout,
-        notify: Callable[[], None] | None = None,
         *,
         operation: Operation = Operation.READ,
         specs: Sequence[StateSpec] = (),
@@ -62,7 +60,6 @@ class RankMover:
         self._specs = specs
         # No metadata: peers need not reach into the arena of a rank that moves everything itself.
         self.info = RankInfo(layout.spec.rank, agent.name, b"", layout, current_process())
-        self._notify = notify
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[MoveEvent] = queue.SimpleQueue()
         self._links: dict[tuple[str, str], PeerLink] = {}
@@ -161,11 +158,6 @@ class RankMover:
         except queue.Empty:
             return
 
-    def _emit(self, event: MoveEvent) -> None:
-        self._events.put(event)
-        if self._notify is not None:
-            self._notify()
-
     def _add_peer(self, peer: PeerInfo) -> None:
         link = self._links.get(peer.key)
         if link is not None and link.peer == peer:
@@ -211,7 +203,7 @@ class RankMover:
         link = self._links.get(key)
         if link is None:
             reason = self._refused.get(key)
-            self._emit(
+            self._events.put(
                 MoveEvent(
                     command.request_id,
                     "failed",
@@ -229,7 +221,7 @@ class RankMover:
     def _give_up(self, request_id: str) -> None:
         parts = self._parts_of(request_id)
         if not parts:
-            self._emit(MoveEvent(request_id, "drained"))
+            self._events.put(MoveEvent(request_id, "drained"))
         # All are marked before any is looked at: the last of them to stop tells for all.
         fresh = [part for part in parts if not part.is_given_up]
         for part in fresh:
@@ -257,7 +249,7 @@ class RankMover:
             status = "drained"
         else:
             status = "done" if part.error is None else "failed"
-        self._emit(
+        self._events.put(
             MoveEvent(
                 command.request_id,
                 status,

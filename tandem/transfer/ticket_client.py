@@ -67,7 +67,6 @@ class TicketClient:
         deadline_s: how long `open` may go without an answer, unless it says otherwise.
         secret: the cluster's; peers have to prove it, and are shown that we know it.
         ranks: of this engine, if prefill engines shall write to them.
-        notify: called from the thread after an event was added.
     """
 
     def __init__(
@@ -77,13 +76,11 @@ class TicketClient:
         deadline_s: float = 10.0,
         secret: bytes | None = None,
         ranks: Sequence[RankInfo] = (),
-        notify: Callable[[], None] | None = None,
     ) -> None:
         self._identity = identity
         self._deadline_s = deadline_s
         self._secret = secret
         self._ranks = tuple(ranks)
-        self._notify = notify
         self._moves: queue.SimpleQueue[MoveEvent] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[OpenEvent] = queue.SimpleQueue()
@@ -197,8 +194,6 @@ class TicketClient:
 
     def _on_move(self, event: MoveEvent) -> None:
         self._moves.put(event)
-        if self._notify is not None:
-            self._notify()
 
     def drop_peer(self, key: tuple[str, str]) -> None:
         """An incarnation could not be read: the next ticket of it begins with a hello."""
@@ -365,8 +360,6 @@ class TicketClient:
                 progress=asked.progress,
             )
         )
-        if self._notify is not None:
-            self._notify()
 
 
 def _with_last(

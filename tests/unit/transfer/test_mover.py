@@ -348,15 +348,6 @@ def test_close_does_not_wait_for_ever(make_pair):
     assert time.monotonic() - start < 2
 
 
-def test_notify_is_called_for_each_event(make_pair):
-    pair = make_pair()
-    called = threading.Event()
-    reader = RankMover(LocalAgent(pair.fabric), pair.target.layout, notify=called.set)
-    reader.give_up("x")
-    assert called.wait(5)
-    reader.close()
-
-
 def test_a_layout_of_ours_that_contradicts_itself_is_refused(make_pair):
     pair = make_pair()
     broken = RankLayout(0, pair.target.spec, pair.target.geometry)

@@ -120,11 +120,11 @@ def test_release_works_for_tickets_that_were_never_opened(prefill, client):
 
 
 def test_an_open_lease_is_kept_until_it_is_released(prefill, client):
-    engine = prefill(lease_s=0.3)
+    engine = prefill(lease_s=1.0)
     ticket = engine.grant()
     reader = client.open("r", ticket)
     assert event(client).status == "open"
-    time.sleep(1.0)
+    time.sleep(1.5)
     assert engine.leases.expire() == []
     assert client.poll() == []
     client.release(ticket, reader)
