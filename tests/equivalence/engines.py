@@ -164,6 +164,42 @@ def source_of(prefill: EngineCore, ticket_id: str) -> PrefillSource:
     )
 
 
+def follow(prefill: EngineCore, decode: EngineCore, item: EngineRequest) -> str:
+    """Put a request on both engines; returns the id of the prefill."""
+    leg = f"{item.request_id}-p{next(_legs)}"
+    prefill.add(msgspec.structs.replace(item, request_id=leg, hold=True))
+    decode.add(msgspec.structs.replace(item, source=source_of(prefill, leg)))
+    return leg
+
+
+def step_until_early_pages(prefill: EngineCore, decode: EngineCore, leg: str) -> None:
+    """Until the decode engine has pages of a prefill that is still under way: its prompt is of more
+    than 150 tokens and a step, and is stepped no further from there on."""
+    before = decode.stats()["transfer_early_pages"]
+    deadline = time.monotonic() + PATIENCE_S
+    while decode.stats()["transfer_early_pages"] == before:
+        assert time.monotonic() < deadline, f"{prefill.stats()} {decode.stats()}"
+        if prefill._scheduler._requests[leg].num_computed < 150:
+            prefill.step()
+        # Last, so that the prefill engine has not seen yet what is asked of it here.
+        decode.step()
+        time.sleep(0.001)
+
+
+def finish(core: EngineCore, *others: EngineCore) -> Output:
+    """The output of the only request of `core`; the others' are dropped."""
+    output = Output()
+    deadline = time.monotonic() + PATIENCE_S
+    while output.finish_reason is None:
+        assert time.monotonic() < deadline, core.stats()
+        for delta in core.step():
+            output.add(delta)
+        for other in others:
+            other.step()
+        time.sleep(0.0005)
+    return output
+
+
 def run_streamed(
     prefill: EngineCore,
     decode: EngineCore,
@@ -179,10 +215,7 @@ def run_streamed(
     page_tokens = decode._cache.geometry.page_tokens
     legs, outputs = {}, {}
     for item in requests:
-        leg = f"{item.request_id}-p{next(_legs)}"
-        legs[leg] = item.request_id
-        prefill.add(msgspec.structs.replace(item, request_id=leg, hold=True))
-        decode.add(msgspec.structs.replace(item, source=source_of(prefill, leg)))
+        legs[follow(prefill, decode, item)] = item.request_id
         outputs[item.request_id] = Output()
     deadline = time.monotonic() + PATIENCE_S
     while any(output.finish_reason is None for output in outputs.values()):

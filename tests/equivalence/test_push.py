@@ -8,12 +8,11 @@ import msgspec
 import pytest
 
 from tandem.engine.engine import EngineCore
-from tandem.scheduler.request import EngineRequest
 from tests.equivalence.engines import (
-    PATIENCE_S,
     Output,
     assert_equal_outputs,
-    build_core,
+    finish,
+    follow,
     greedy,
     poison,
     random_prompts,
@@ -21,21 +20,21 @@ from tests.equivalence.engines import (
     run,
     run_apart,
     run_streamed,
-    source_of,
     step_until,
+    step_until_early_pages,
     wait_until_idle,
 )
-from tests.equivalence.test_prefill_decode import (
-    LENGTHS,
+from tests.equivalence.pairs import (
     MODEL,
     Engines,
-    mixed_requests,
+    assert_equals_one_engine,
+    each_pair,
     roled,
 )
 
 pytestmark = pytest.mark.nixl
 
-# By tp; pages of equal and of unequal size meet (see test_prefill_decode.py).
+# By tp; pages of equal and of unequal size meet (see pairs.py).
 TP_PAIRS = [(1, 1), (1, 2), (2, 1), (4, 1), (1, 4)]
 
 
@@ -46,54 +45,13 @@ def engines(tiny_folder: Callable[[str], Path]) -> Iterator[Engines]:
     engines.close()
 
 
-@pytest.fixture(scope="module")
-def together(tiny_folder: Callable[[str], Path]) -> Iterator[EngineCore]:
-    core = build_core(tiny_folder(MODEL), budget_tokens=96)
-    yield core
-    core.close()
-
-
-@pytest.fixture(scope="module")
-def expected(together: EngineCore) -> list[Output]:
-    return run(together, mixed_requests())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp"), TP_PAIRS, ids=[f"{p} to {d}" for p, d in TP_PAIRS]
-)
+@each_pair(TP_PAIRS)
 def test_every_pair_of_sizes_equals_one_engine(
     engines: Engines, expected: list[Output], prefill_tp: int, decode_tp: int
 ) -> None:
     prefill, decode = engines.get("prefill", prefill_tp), engines.get("decode", decode_tp)
-    before = decode.stats()
-    assert_equal_outputs(run_apart(prefill, decode, mixed_requests()), expected, LENGTHS)
-    after = decode.stats()
-    num_moved = sum(item.sampling.max_tokens != 1 for item in mixed_requests())
-    assert after["failed_reads_total"] == before["failed_reads_total"]
-    assert after["transfer_num_done"] - before["transfer_num_done"] == num_moved
-    assert after["prompt_tokens_total"] == before["prompt_tokens_total"]
-
-
-def follow(prefill: EngineCore, decode: EngineCore, item: EngineRequest) -> str:
-    """Put a request on both engines; returns the id of the prefill."""
-    leg = f"{item.request_id}-p"
-    prefill.add(msgspec.structs.replace(item, request_id=leg, hold=True))
-    decode.add(msgspec.structs.replace(item, source=source_of(prefill, leg)))
-    return leg
-
-
-def finish(decode: EngineCore, *others: EngineCore) -> Output:
-    output = Output()
-    deadline = time.monotonic() + PATIENCE_S
-    while output.finish_reason is None:
-        assert time.monotonic() < deadline, decode.stats()
-        for delta in decode.step():
-            output.add(delta)
-        for other in others:
-            other.step()
-        time.sleep(0.0005)
-    return output
+    assert_equals_one_engine(prefill, decode, expected)
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +94,7 @@ def test_a_prefill_that_begins_anew_is_written_anew(
     item = request("anew", random_prompts([200], seed=6)[0], greedy(12, logprobs=3))
     before = decode.stats()
     leg = follow(prefill, decode, item)
-    while decode.stats()["transfer_early_pages"] == before["transfer_early_pages"]:
-        if prefill._scheduler._requests[leg].num_computed < 150:
-            prefill.step()
-        decode.step()
-        time.sleep(0.001)
+    step_until_early_pages(prefill, decode, leg)
     # What was asked for has not been seen by the prefill engine yet: it has gone meanwhile.
     prefill._scheduler._preempt(prefill._scheduler._requests[leg])
     assert_equal_outputs([finish(decode, prefill)], run(together, [item]))

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from tandem.engine.engine import EngineCore
-from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
+from tandem.scheduler.request import SamplingParams, TokenDelta
 from tandem.scheduler.step import StepPlan, StepResult
 from tests.equivalence.engines import (
-    Output,
     assert_equal_outputs,
     build_core,
+    finish,
+    follow,
     greedy,
     poison,
     random_prompts,
@@ -22,6 +23,7 @@ from tests.equivalence.engines import (
     run_streamed,
     source_of,
     step_until,
+    step_until_early_pages,
     wait_until_idle,
 )
 
@@ -63,28 +65,6 @@ def decode(prefill: EngineCore, folder: Path) -> Iterator[EngineCore]:
     core.close()
 
 
-def follow(prefill: EngineCore, decode: EngineCore, item: EngineRequest) -> str:
-    """Put a request on both engines; returns the id of the prefill."""
-    leg = f"{item.request_id}-p"
-    prefill.add(msgspec.structs.replace(item, request_id=leg, hold=True))
-    decode.add(msgspec.structs.replace(item, source=source_of(prefill, leg)))
-    return leg
-
-
-def finish(core: EngineCore, *others: EngineCore) -> Output:
-    """The output of the only request of `core`; the others' are dropped."""
-    output = Output()
-    deadline = time.monotonic() + 60
-    while output.finish_reason is None:
-        assert time.monotonic() < deadline, core.stats()
-        for delta in core.step():
-            output.add(delta)
-        for other in others:
-            other.step()
-        time.sleep(0.0005)
-    return output
-
-
 def difference(core: EngineCore, before: dict[str, float], name: str) -> float:
     return core.stats()[name] - before[name]
 
@@ -113,11 +93,7 @@ def test_a_prefill_that_begins_anew_is_read_anew(
     expected = run(together, [item])
     before = decode.stats()
     leg = follow(prefill, decode, item)
-    while not difference(decode, before, "transfer_early_pages"):
-        if prefill._scheduler._requests[leg].num_computed < 150:
-            prefill.step()
-        decode.step()
-        time.sleep(0.001)
+    step_until_early_pages(prefill, decode, leg)
     prefill._scheduler._preempt(prefill._scheduler._requests[leg])
     poison(prefill)
     assert_equal_outputs([finish(decode, prefill)], expected)
@@ -174,11 +150,7 @@ def test_a_prefill_that_ends_without_a_ticket(
     decode = roled(folder, "decode", deadline_s=1.0, on_failure=on_failure)
     try:
         leg = follow(prefill, decode, item)
-        while not decode.stats()["transfer_early_pages"]:
-            if prefill._scheduler._requests[leg].num_computed < 150:
-                prefill.step()
-            decode.step()
-            time.sleep(0.001)
+        step_until_early_pages(prefill, decode, leg)
         if fault == "aborted":
             prefill.abort(leg)
         elif fault == "failed":
