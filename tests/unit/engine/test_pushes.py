@@ -12,30 +12,13 @@ from tandem.state.arena import build_geometry
 from tandem.state.ticket import Progress, Ticket
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo
-from tandem.transfer.protocol import MoveCommand, MoveEvent, PushRequest
+from tandem.transfer.protocol import MoveEvent, PushRequest
 from tandem.transfer.push_board import PushBoard
+from tests.unit.engine.fake_ranks import FakeRanks
 
 READER = PeerInfo("D", "d1", "", current_process(), ())
 KEY = ("D", "d1", "p")
 NUM_TOKENS = 40
-
-
-class FakeRanks:
-    def __init__(self) -> None:
-        self.events: list[tuple[int, MoveEvent]] = []
-        self.posted: list[MoveCommand] = []
-        self.given_up: list[str] = []
-
-    def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
-        assert peer is READER
-        self.posted.append(command)
-
-    def give_up_move(self, request_id: str) -> None:
-        self.given_up.append(request_id)
-
-    def poll_moves(self) -> list[tuple[int, MoveEvent]]:
-        events, self.events = self.events, []
-        return events
 
 
 class Bench:
@@ -43,7 +26,7 @@ class Bench:
 
     def __init__(self) -> None:
         geometry = build_geometry(page_tokens=16, page_nbytes=256, slot_nbytes=1024, num_slabs=4)
-        self.cache, self.ranks, self.board = CacheManager(geometry), FakeRanks(), PushBoard()
+        self.cache, self.ranks, self.board = CacheManager(geometry), FakeRanks(READER), PushBoard()
         state = self.cache.try_reserve("t", NUM_TOKENS)
         assert state is not None
         self.pages, self.slot = tuple(state.pages), state.slot

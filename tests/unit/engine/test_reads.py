@@ -12,6 +12,7 @@ from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo
 from tandem.transfer.protocol import MoveCommand, MoveEvent
 from tandem.transfer.ticket_client import OpenEvent
+from tests.unit.engine.fake_ranks import FakeRanks
 
 DEADLINE_S = 10.0
 PEER = PeerInfo("P", "g1", "tcp://127.0.0.1:1", current_process(), ())
@@ -66,29 +67,11 @@ class FakeClient:
         return events
 
 
-class FakeExecutor:
-    def __init__(self) -> None:
-        self.events: list[tuple[int, MoveEvent]] = []
-        self.posted: list[MoveCommand] = []
-        self.given_up: list[str] = []
-
-    def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
-        assert peer is PEER
-        self.posted.append(command)
-
-    def give_up_move(self, request_id: str) -> None:
-        self.given_up.append(request_id)
-
-    def poll_moves(self) -> list[tuple[int, MoveEvent]]:
-        events, self.events = self.events, []
-        return events
-
-
 class Bench:
     """A desk of two ranks, its collaborators and its clock."""
 
     def __init__(self) -> None:
-        self.client, self.executor, self.now = FakeClient(), FakeExecutor(), 100.0
+        self.client, self.executor, self.now = FakeClient(), FakeRanks(PEER), 100.0
         self.desk = ReadDesk(
             self.client,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]
