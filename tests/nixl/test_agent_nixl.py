@@ -1,11 +1,7 @@
 """Real NIXL agents: sources in processes of their own, the reader in this one."""
 
-import base64
-import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,13 +14,12 @@ from tandem.errors import HandshakeError, TransferError
 from tandem.transfer.agent import Operation
 from tandem.transfer.agent_nixl import NixlAgent
 from tandem.transfer.identity import current_process, is_proven_dead
-from tandem.transfer.layout import PeerInfo, RankInfo
+from tandem.transfer.layout import PeerInfo
 from tandem.transfer.mover import RankMover
 from tandem.transfer.plan import Placement, build_rank_plans
-from tandem.transfer.protocol import MoveCommand
-from tests.processes import send_signal
+from tests.nixl.rank_process import RankProcess
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
-from tests.unit.transfer.peers import ADDRESS, wait_for
+from tests.unit.transfer.peers import ADDRESS, closing_all, wait_for, whole_move
 
 pytestmark = pytest.mark.nixl
 
@@ -42,51 +37,18 @@ class Pair:
         shape = build_rank(config, src_tp, 0, page_tokens, 16)
         self.src = pick_placement(shape.geometry, NUM_TOKENS, rng)
         self.processes = [
-            self._start(rank, src_tp, page_tokens, self.src) for rank in range(src_tp)
+            RankProcess(src_tp, rank, page_tokens, self.src, SEED, NUM_TOKENS)
+            for rank in range(src_tp)
         ]
-        self.ranks = [
-            msgspec.msgpack.decode(base64.b64decode(process.stdout.readline()), type=RankInfo)
-            for process in self.processes
-        ]
+        self.ranks = [process.hear_info() for process in self.processes]
         self.peer = PeerInfo("P", "g1", ADDRESS, current_process(), tuple(self.ranks))
         self.target = build_rank(config, dst_tp, dst_rank, dst_page_tokens or page_tokens, 16)
         self.dst = pick_placement(self.target.geometry, NUM_TOKENS, rng)
         self.reader = RankMover(NixlAgent("D"), self.target.layout)
         self.reader.add_peer(self.peer)
 
-    def _start(self, rank, tp, page_tokens, where: Placement) -> subprocess.Popen:
-        settings = {
-            "tp": tp,
-            "rank": rank,
-            "page_tokens": page_tokens,
-            "pages": list(where.pages),
-            "slot": where.slot,
-            "seed": SEED,
-            "num_tokens": NUM_TOKENS,
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nixl.source_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        process.stdin.write(json.dumps(settings) + "\n")
-        process.stdin.flush()
-        return process
-
     def post(self, request_id="r") -> None:
-        command = MoveCommand(
-            request_id=request_id,
-            peer=self.peer.key,
-            part=0,
-            start_token=0,
-            stop_token=NUM_TOKENS,
-            src_pages=tuple(self.src.pages),
-            src_slot=self.src.slot,
-            dst_pages=tuple(self.dst.pages),
-            dst_slot=self.dst.slot,
-        )
-        self.reader.post(command)
+        self.reader.post(whole_move(request_id, self.peer, NUM_TOKENS, self.src, self.dst))
 
     def event(self, timeout_s=PATIENCE_S):
         (event,) = wait_for(self.reader.poll, timeout_s)
@@ -94,34 +56,20 @@ class Pair:
 
     def signal(self, number: int) -> None:
         for process in self.processes:
-            send_signal(process.pid, number)
+            process.signal(number)
 
     def close(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGCONT)
+            process.wake()
         self.reader.close()
         for process in self.processes:
-            process.stdin.close()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
+            process.close()
 
 
 @pytest.fixture
 def make_pair():
-    pairs = []
-
-    def make(*args, **kwargs):
-        pairs.append(Pair(*args, **kwargs))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+    with closing_all(Pair) as make:
+        yield make
 
 
 @pytest.mark.parametrize(
@@ -218,7 +166,7 @@ def test_a_source_that_died_before_the_read_fails_it_at_once(make_pair):
     pair.post("warm")
     assert pair.event().status == "done"
     pair.signal(signal.SIGKILL)
-    pair.processes[0].wait()
+    pair.processes[0].process.wait()
     pair.post("r")
     event = pair.event(10)
     assert (event.status, event.is_peer_lost) == ("failed", True)

@@ -1,26 +1,20 @@
 """Real NIXL WRITEs, from this process into the arenas of ranks in processes of their own."""
 
-import base64
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
-import msgspec
 import numpy as np
 import pytest
 
 from tandem.transfer.agent import Operation
 from tandem.transfer.agent_nixl import NixlAgent
 from tandem.transfer.identity import current_process
-from tandem.transfer.layout import PeerInfo, RankInfo
-from tandem.transfer.mover import MoveCommand, RankMover
-from tests.processes import send_signal
+from tandem.transfer.layout import PeerInfo
+from tandem.transfer.mover import RankMover
+from tests.nixl.rank_process import RankProcess
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
-from tests.unit.transfer.peers import wait_for
+from tests.unit.transfer.peers import closing_all, wait_for, whole_move
 
 pytestmark = pytest.mark.nixl
 
@@ -29,43 +23,19 @@ NUM_TOKENS = 61
 PATIENCE_S = 30.0
 
 
-class TargetProcess:
+class Target:
     """One rank in a process of its own, open to writes. `memory` mirrors its layout and bytes."""
 
     def __init__(self, tp: int, rank: int, page_tokens: int) -> None:
         self.memory = build_rank(hybrid(), tp, rank, page_tokens, NUM_SLABS)
-        settings = {"tp": tp, "rank": rank, "page_tokens": page_tokens, "pages": None}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nixl.source_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._tell(json.dumps(settings))
-        self.info = msgspec.msgpack.decode(base64.b64decode(self._hear()), type=RankInfo)
-
-    def _tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def _hear(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
+        self.process = RankProcess(tp, rank, page_tokens)
+        self.info = self.process.hear_info()
 
     def fetch(self) -> np.ndarray:
         """The bytes before; `memory.buffer` has those of now."""
         before = self.memory.buffer.copy()
-        self._tell("show")
-        self.memory.buffer[:] = np.frombuffer(base64.b64decode(self._hear()), dtype=np.uint8)
+        self.memory.buffer[:] = np.frombuffer(self.process.fetch(), dtype=np.uint8)
         return before
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(20)
-        self.process.stdout.close()
 
 
 class Pair:
@@ -74,7 +44,7 @@ class Pair:
     def __init__(self, src_tp=1, dst_tp=1, dst_page_tokens=16):
         rng = random.Random(src_tp)
         self.sources = [build_rank(hybrid(), src_tp, rank, 16, NUM_SLABS) for rank in range(src_tp)]
-        self.targets = [TargetProcess(dst_tp, rank, dst_page_tokens) for rank in range(dst_tp)]
+        self.targets = [Target(dst_tp, rank, dst_page_tokens) for rank in range(dst_tp)]
         infos = tuple(target.info for target in self.targets)
         self.peer = PeerInfo("D", "g1", "", current_process(), infos)
         self.src = pick_placement(self.sources[0].geometry, NUM_TOKENS, rng)
@@ -86,17 +56,7 @@ class Pair:
         ]
 
     def write(self, request_id: str, seed: int) -> None:
-        command = MoveCommand(
-            request_id=request_id,
-            peer=self.peer.key,
-            part=0,
-            start_token=0,
-            stop_token=NUM_TOKENS,
-            src_pages=tuple(self.src.pages),
-            src_slot=self.src.slot,
-            dst_pages=tuple(self.dst.pages),
-            dst_slot=self.dst.slot,
-        )
+        command = whole_move(request_id, self.peer, NUM_TOKENS, self.src, self.dst)
         for source, mover in zip(self.sources, self.movers, strict=True):
             source.write(seed, NUM_TOKENS, self.src)
             mover.add_peer(self.peer)
@@ -115,29 +75,21 @@ class Pair:
 
     def signal(self, number: int) -> None:
         for target in self.targets:
-            send_signal(target.process.pid, number)
+            target.process.signal(number)
 
     def close(self) -> None:
         for target in self.targets:
-            if target.process.poll() is None:
-                os.kill(target.process.pid, signal.SIGCONT)
+            target.process.wake()
         for mover in self.movers:
             mover.close()
         for target in self.targets:
-            target.close()
+            target.process.close()
 
 
 @pytest.fixture
 def make_pair():
-    pairs = []
-
-    def make(*args, **kwargs):
-        pairs.append(Pair(*args, **kwargs))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+    with closing_all(Pair) as make:
+        yield make
 
 
 @pytest.mark.parametrize(("src_tp", "dst_tp", "dst_page_tokens"), [(2, 1, 24), (1, 2, 16)])

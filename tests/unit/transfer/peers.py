@@ -1,7 +1,9 @@
 """A prefill engine's ranks and a decode rank in one process, over the local agent."""
 
+import contextlib
 import random
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -10,6 +12,7 @@ from tandem.transfer.identity import EngineIdentity, build_model_identity, curre
 from tandem.transfer.layout import PeerInfo
 from tandem.transfer.mover import RankMover
 from tandem.transfer.passive import PassiveRank
+from tandem.transfer.plan import Placement
 from tandem.transfer.protocol import MoveCommand
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
 
@@ -32,6 +35,34 @@ def wait_for(condition, timeout_s=5.0):
     raise AssertionError(f"nothing within {timeout_s} s")
 
 
+@contextlib.contextmanager
+def closing_all(build):
+    """A function that builds as `build` does; what it has built is closed in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*args, **kwargs):
+            return stack.enter_context(contextlib.closing(build(*args, **kwargs)))
+
+        yield make
+
+
+def whole_move(
+    request_id: str, peer: PeerInfo, num_tokens: int, src: Placement, dst: Placement
+) -> MoveCommand:
+    """A prompt's pages and its slot in one part."""
+    return MoveCommand(
+        request_id=request_id,
+        peer=peer.key,
+        part=0,
+        start_token=0,
+        stop_token=num_tokens,
+        src_pages=tuple(src.pages),
+        src_slot=src.slot,
+        dst_pages=tuple(dst.pages),
+        dst_slot=dst.slot,
+    )
+
+
 class LocalPair:
     """A source engine of `src_tp` ranks and one destination rank."""
 
@@ -48,6 +79,15 @@ class LocalPair:
         self.peer = self.start_engine("g1")
         self.reader = RankMover(LocalAgent(self.fabric, "D"), self.target.layout)
 
+    @property
+    def agent_names(self) -> list[str]:
+        """Of the peer's ranks."""
+        return [info.agent_name for info in self.peer.ranks]
+
+    def hold(self) -> None:
+        """Reads from the peer's ranks do not move until `fabric.held` is cleared."""
+        self.fabric.held.update(self.agent_names)
+
     def start_engine(self, generation: str) -> PeerInfo:
         """Agents for the source ranks, as a start or a restart makes them."""
         ranks = [
@@ -62,18 +102,16 @@ class LocalPair:
         dst = pick_placement(self.target.geometry, num_tokens, self.rng)
         for source in self.sources:
             source.write(seed, num_tokens, src)
-        command = MoveCommand(
-            request_id=request_id,
-            peer=self.peer.key,
-            part=0,
-            start_token=0,
-            stop_token=num_tokens,
-            src_pages=tuple(src.pages),
-            src_slot=src.slot,
-            dst_pages=tuple(dst.pages),
-            dst_slot=dst.slot,
-        )
+        command = whole_move(request_id, self.peer, num_tokens, src, dst)
         return command, dst
+
+    def read(self, request_id="r", num_tokens=5, seed=3) -> Callable[[], None]:
+        """Post a read of a prompt that is written for it. What is returned asserts that its state
+        has arrived, and that nothing else has changed since."""
+        command, dst = self.prepare(request_id, num_tokens, seed)
+        before = self.target.buffer.copy()
+        self.reader.post(command)
+        return lambda: self.target.check(before, seed, num_tokens, dst)
 
     def parts(self, command: MoveCommand, *borders: int) -> list[MoveCommand]:
         """The same read in parts that end at each border and at the end; the last has the slot."""
@@ -95,3 +133,7 @@ class LocalPair:
         """The next event; there must be exactly one."""
         (event,) = wait_for(self.reader.poll, timeout_s)
         return event
+
+    def close(self) -> None:
+        self.fabric.held.clear()
+        self.reader.close()

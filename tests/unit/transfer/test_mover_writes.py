@@ -10,10 +10,10 @@ from tandem.transfer.agent import Operation
 from tandem.transfer.agent_local import LocalAgent, LocalFabric
 from tandem.transfer.identity import current_process
 from tandem.transfer.layout import PeerInfo
-from tandem.transfer.mover import MoveCommand, RankMover
+from tandem.transfer.mover import RankMover
 from tandem.transfer.passive import PassiveRank
 from tests.unit.transfer.memory import build_rank, hybrid, pick_placement
-from tests.unit.transfer.peers import wait_for
+from tests.unit.transfer.peers import closing_all, wait_for, whole_move
 
 NUM_TOKENS = 61
 
@@ -46,36 +46,22 @@ class WritingRank:
             for side in (self.source, self.targets[0])
         )
         self.source.write(seed, NUM_TOKENS, src)
-        command = MoveCommand(
-            request_id=request_id,
-            peer=self.peer.key,
-            part=0,
-            start_token=0,
-            stop_token=NUM_TOKENS,
-            src_pages=tuple(src.pages),
-            src_slot=src.slot,
-            dst_pages=tuple(dst.pages),
-            dst_slot=dst.slot,
-        )
+        command = whole_move(request_id, self.peer, NUM_TOKENS, src, dst)
         return command, dst
 
     def event(self):
         (event,) = wait_for(self.mover.poll)
         return event
 
+    def close(self):
+        self.fabric.held.clear()
+        self.mover.close()
+
 
 @pytest.fixture
 def make_rank():
-    made = []
-
-    def make(*args):
-        made.append(WritingRank(*args))
-        return made[-1]
-
-    yield make
-    for rank in made:
-        rank.fabric.held.clear()
-        rank.mover.close()
+    with closing_all(WritingRank) as make:
+        yield make
 
 
 @pytest.mark.parametrize("dst_tp", [1, 2])
