@@ -209,21 +209,29 @@ def json_body(rng: random.Random, valid: dict[str, Any]) -> bytes:
 @share(0.2)
 @given(seed=seeds)
 def test_bodies_of_openais_endpoints(count, seed):
+    """What is accepted has prompts of texts or ids, and reaches an engine as it is."""
     rng = random.Random(seed)
     count()
     try:
         body = openai.parse_body(json_body(rng, COMPLETION), openai.CompletionBody)
-        body.prompts()
+        prompts = body.prompts()
+        assert prompts
+        assert all(isinstance(item, str) or {*map(type, item)} <= {int} for item in prompts)
         sampling = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
         sampling.validate(321)
-        request = EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=sampling)
+        requests = [EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=sampling)]
         if body.kv_transfer_params:
-            with_transfer([request], body.kv_transfer_params, INFO, is_stream=body.stream)
+            requests = with_transfer(requests, body.kv_transfer_params, INFO, is_stream=body.stream)
+        (request,) = requests
+        raw = encode_request(request)  # compared as bytes: a ticket may hold a NaN
+        assert encode_request(decode_engine_request(raw)) == raw
     except TandemError:
         pass
     try:
         chat = openai.parse_body(json_body(rng, CHAT), openai.ChatBody)
-        plain_messages(chat.messages)
+        plain = plain_messages(chat.messages)
+        assert plain
+        assert all(type(item[name]) is str for item in plain for name in ("role", "content"))
         chat.sampling(max_tokens=chat.token_limit(), logprobs=chat.num_logprobs()).validate(321)
     except TandemError:
         pass

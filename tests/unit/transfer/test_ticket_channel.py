@@ -418,8 +418,9 @@ def test_garbage_answers_are_dropped(client):
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(frames=st.lists(st.binary(max_size=200), min_size=1, max_size=4), has_tag=st.booleans())
 def test_garbage_does_not_stop_the_server(shared_prefill, frames, has_tag):
-    _, garbage = shared_prefill
+    engine, garbage = shared_prefill
     garbage.send_multipart([version_tag(), *frames] if has_tag else frames)
+    assert engine.server.is_alive
 
 
 @pytest.fixture(scope="module")
