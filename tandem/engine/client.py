@@ -101,12 +101,12 @@ class EngineClient:
         self._process = spawn("tandem.engine.process", settings)
         ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._receive(ready))
-        self._pulse_task = asyncio.create_task(self._watch_pulses())
         try:
             self._info = await ready
         except BaseException:
             await self.close()
             raise
+        self._pulse_task = asyncio.create_task(self._watch_pulses())
         return self._info
 
     async def _receive(self, ready: asyncio.Future[EngineInfo]) -> None:
@@ -184,6 +184,9 @@ class EngineClient:
     async def _look_for_pulses(self) -> None:
         """A process that is stopped, or hangs, says nothing: nobody waits for it any longer."""
         watch = PulseWatch()
+        watch.heard("core")  # it was ready just now, and may stop before its first sign
+        for rank in range(self.info.tp if self.info.tp > 1 else 0):
+            watch.heard(f"rank {rank}")
         while True:
             if await self._pulse_socket.poll(int(1e3 * PULSE_S)):
                 watch.heard((await self._pulse_socket.recv()).decode())

@@ -65,7 +65,7 @@ class PulseWatch:
         self._silent: dict[str, float] = {}
 
     def heard(self, name: str) -> None:
-        """A process is watched from its first pulse on."""
+        """A sign of life; a process is watched from the first one on."""
         self._silent[name] = 0.0
 
     def look(self) -> list[str]:

@@ -232,7 +232,6 @@ def test_a_stopped_core_fails_its_requests_in_seconds_and_serves_again(tiny: Pat
             assert client._process is not None
             stream = client.generate(request("r", ENDLESS))
             await anext(stream)
-            await asyncio.sleep(1.0)  # for the first sign of life
             os.kill(client._process.pid, signal.SIGSTOP)
             start = time.monotonic()
             with pytest.raises(EngineDeadError, match="core has shown no sign of life"):
