@@ -4,7 +4,6 @@ Runs where Triton is installed and no GPU is; tests/gpu has the real cases.
 """
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
 
 from tandem.ops.activation import triton as activation
 from tandem.ops.attention import triton as attention
