@@ -168,28 +168,62 @@ def count_work(model: ModelConfig) -> Work:
 
 
 def prefill_floor_s(work: Work, machine: Machine, num_tokens: int, num_rows: int = 1) -> float:
-    """`num_rows` whole prompts of `num_tokens` each: the products and causal attention at the
-    measured rate, or the weights read once and all state written, whichever is longer."""
+    """`num_rows` whole prompts of `num_tokens` each: their products, the head's for the last tokens
+    alone, causal attention, and all state written."""
     total = num_rows * num_tokens
-    flops = 2.0 * (work.num_used_weights - work.num_head_weights) * total
-    flops += 2.0 * work.num_head_weights * num_rows
-    flops += work.attention_flops * num_rows * num_tokens * (num_tokens + 1) / 2
-    nbytes = work.read_weights(total) * (work.weight_nbytes / work.num_weights)
-    nbytes += num_rows * work.state_nbytes + total * work.kv_nbytes_per_token
-    return max(nbytes / machine.bytes_per_s, flops / machine.flops_per_s)
+    pairs = num_rows * num_tokens * (num_tokens + 1) / 2
+    return _sum_of_parts(
+        work, machine, total, num_rows, pairs=pairs, kv_tokens=total, moved_states=num_rows
+    )
 
 
 def decode_floor_s(
     work: Work, machine: Machine, batch: int, context: int, touched: float | None = None
 ) -> float:
-    """Weights once, state read and written, K/V read; or the products, whichever is longer.
+    """A step's products, attention over `context` tokens, and state read and written.
 
     touched: see `Work.read_weights`.
     """
-    nbytes = (
-        work.read_weights(batch, touched) * (work.weight_nbytes / work.num_weights)
-        + batch * 2 * work.state_nbytes
-        + batch * context * work.kv_nbytes_per_token
+    pairs = batch * context
+    return _sum_of_parts(
+        work,
+        machine,
+        batch,
+        batch,
+        pairs=pairs,
+        kv_tokens=pairs,
+        moved_states=2 * batch,
+        touched=touched,
     )
-    flops = batch * (2.0 * work.num_used_weights + work.attention_flops * context)
-    return max(nbytes / machine.bytes_per_s, flops / machine.flops_per_s)
+
+
+def _sum_of_parts(
+    work: Work,
+    machine: Machine,
+    num_tokens: int,
+    num_sampled: int,
+    *,
+    pairs: float,
+    kv_tokens: float,
+    moved_states: int,
+    touched: float | None = None,
+) -> float:
+    """Each part of a layer waits for the one before: while products are bound by operations, no
+    state moves. So every part takes the longer of its bytes and its operations, and the parts add
+    up."""
+
+    def longer(nbytes: float, flops: float) -> float:
+        return max(nbytes / machine.bytes_per_s, flops / machine.flops_per_s)
+
+    weight_nbytes = work.weight_nbytes / work.num_weights
+    routed = sum(layer.num_experts * layer.num_weights for layer in work.experts)
+    chosen = sum(layer.top_k * layer.num_weights for layer in work.experts)
+    dense = work.num_weights - routed - work.num_head_weights
+    read = work.read_weights(num_tokens, touched) - dense - work.num_head_weights
+    return (
+        longer(dense * weight_nbytes, 2.0 * dense * num_tokens)
+        + longer(work.num_head_weights * weight_nbytes, 2.0 * work.num_head_weights * num_sampled)
+        + longer(read * weight_nbytes, 2.0 * chosen * num_tokens)
+        + longer(kv_tokens * work.kv_nbytes_per_token, pairs * work.attention_flops)
+        + longer(moved_states * work.state_nbytes, 0.0)
+    )

@@ -98,8 +98,16 @@ def test_decode_is_bound_by_what_must_move() -> None:
 
 
 def test_decode_is_bound_by_products_where_memory_is_fast() -> None:
-    fast = replace(MACHINE, bytes_per_s=1e15)
+    fast = replace(MACHINE, bytes_per_s=1e20)
     assert decode_floor_s(WORK, fast, 8, 10) == pytest.approx(8 * (2 * 400 + 6 * 10) / 1e10)
+
+
+def test_no_part_hides_behind_another() -> None:
+    """Of 100 rows, products are bound by operations and state by bytes: both take their time."""
+    experts = 2 * 100 * 200
+    products = (2 * 100 * 180 + 2 * 100 * 20 + experts) / 1e10
+    moved = (100 * 600 + 100 * 10 * 7) / 1e9
+    assert decode_floor_s(WORK, MACHINE, 100, 10) == pytest.approx(products + moved)
 
 
 @pytest.mark.parametrize("name", TINY)
