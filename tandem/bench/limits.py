@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tandem.config.model import (
     AttentionConfig,
     FeedForwardConfig,
+    Mamba1Config,
     Mamba2Config,
     MixerConfig,
     MlpConfig,
@@ -69,6 +70,9 @@ def mixer_parameters(mixer: MixerConfig, hidden_size: int) -> int:
     if isinstance(mixer, AttentionConfig):
         width = (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
         return hidden_size * width
+    if isinstance(mixer, Mamba1Config):
+        low_rank = mixer.dt_rank + 2 * mixer.state_size
+        return mixer.inner_size * (3 * hidden_size + low_rank + mixer.dt_rank)
     assert isinstance(mixer, Mamba2Config)
     conv = mixer.inner_size + 2 * mixer.num_groups * mixer.state_size
     in_size = mixer.inner_size + conv + mixer.num_heads  # gate, conv channels, dt

@@ -56,6 +56,29 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True)
+class Mamba1Config:
+    """Channels with a state of their own and steps of their own (Gu & Dao 2023).
+
+    `num_heads`: runs of channels with B, C and low-rank dt of their own (Zamba); 1 elsewhere.
+    `parameter_norm`: RMS norm on B, C and low-rank dt: "none", "plain" (no weights; FalconMamba) or
+    "weighted" (Jamba).
+    `has_interleaved_gate`: the rows of in_proj are x0, z0, x1, z1, ... (Zamba), not all x, then z.
+    """
+
+    kind: ClassVar[str] = "mamba1"
+    inner_size: int
+    state_size: int
+    dt_rank: int
+    conv_kernel: int
+    has_conv_bias: bool
+    has_proj_bias: bool
+    parameter_norm: str = "none"
+    norm_eps: float = 1e-6
+    num_heads: int = 1
+    has_interleaved_gate: bool = False
+
+
+@dataclass(frozen=True)
 class MlpConfig:
     kind: ClassVar[str] = "mlp"
     intermediate_size: int
@@ -85,7 +108,7 @@ class MoeConfig:
     has_bias: bool
 
 
-MixerConfig = AttentionConfig | Mamba2Config
+MixerConfig = AttentionConfig | Mamba2Config | Mamba1Config
 FeedForwardConfig = MlpConfig | MoeConfig
 
 

@@ -9,7 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
-from tandem.config.model import AttentionConfig, Mamba2Config, MlpConfig, ModelConfig, MoeConfig
+from tandem.config.model import (
+    AttentionConfig,
+    FeedForwardConfig,
+    Mamba2Config,
+    MixerConfig,
+    MlpConfig,
+    ModelConfig,
+    MoeConfig,
+)
 from tandem.layers.attention import Attention
 from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext, RotaryTables
@@ -50,7 +58,7 @@ class Part:
     layer: int
     norm: str
     prefix: str
-    config: AttentionConfig | Mamba2Config | MlpConfig | MoeConfig
+    config: MixerConfig | FeedForwardConfig
 
 
 @dataclass(frozen=True)

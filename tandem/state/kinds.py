@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.model import AttentionConfig, Mamba2Config
+from tandem.config.model import AttentionConfig, Mamba1Config, Mamba2Config
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,19 @@ def _mamba2(mixer: Mamba2Config, dtype: str, state_dtype: str) -> tuple[Componen
     )
 
 
-KINDS: dict[str, ComponentsOf] = {"attention": _attention, "mamba2": _mamba2}
+def _mamba1(mixer: Mamba1Config, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    """Conv window and state [channels, N], each channel a unit (Gu & Dao 2023)."""
+    return (
+        Component("conv.x", mixer.inner_size, (mixer.conv_kernel - 1,), dtype),
+        Component("ssm", mixer.inner_size, (mixer.state_size,), state_dtype),
+    )
+
+
+KINDS: dict[str, ComponentsOf] = {
+    "attention": _attention,
+    "mamba1": _mamba1,
+    "mamba2": _mamba2,
+}
 
 
 def components_of(mixer: Any, dtype: str, state_dtype: str) -> tuple[Component, ...]:

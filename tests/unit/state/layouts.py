@@ -2,7 +2,14 @@
 
 from functools import cache
 
-from tandem.config.model import AttentionConfig, LayerConfig, Mamba2Config, ModelConfig
+from tandem.config.model import (
+    AttentionConfig,
+    LayerConfig,
+    Mamba1Config,
+    Mamba2Config,
+    MixerConfig,
+    ModelConfig,
+)
 from tandem.state.spec import PlacedComponent, StateSpec
 
 # Where a byte of state belongs in the model, whoever holds it: (layer, component, unit, place in
@@ -38,8 +45,19 @@ def mamba2(
     )
 
 
+def mamba1(channels: int, *, state_size: int = 3, conv_kernel: int = 4) -> Mamba1Config:
+    return Mamba1Config(
+        inner_size=channels,
+        state_size=state_size,
+        dt_rank=1,
+        conv_kernel=conv_kernel,
+        has_conv_bias=True,
+        has_proj_bias=False,
+    )
+
+
 def model(
-    *layers: tuple[AttentionConfig | Mamba2Config, ...],
+    *layers: tuple[MixerConfig, ...],
     dtype: str = "bfloat16",
     state_dtype: str = "float32",
 ) -> ModelConfig:

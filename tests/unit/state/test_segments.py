@@ -13,7 +13,7 @@ from tandem.state.segments import (
     segments,
 )
 from tandem.state.spec import StateSpec, build_state_spec
-from tests.unit.state.layouts import attention, byte_map, mamba2, model, pages_map
+from tests.unit.state.layouts import attention, byte_map, mamba1, mamba2, model, pages_map
 
 TP = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
 PAGE_TOKENS = st.sampled_from([8, 16, 24, 64])
@@ -69,7 +69,9 @@ def pairs(draw, part: str):
     if part == "slot":
         heads = draw(st.sampled_from([12, 24]))
         groups = draw(st.sampled_from([1, 2, 3, 4, 12]))
-        config = model((mamba2(heads, groups, head_dim=1, state_size=2),), (mamba2(24, 1),))
+        config = model(
+            (mamba2(heads, groups, head_dim=1, state_size=2),), (mamba2(24, 1),), (mamba1(24),)
+        )
         tokens = 8, 8
     else:
         heads = draw(st.sampled_from([1, 2, 4, 12]))

@@ -12,7 +12,7 @@ from tandem.state.spec import (
     fingerprint,
     owned,
 )
-from tests.unit.state.layouts import attention, byte_map, mamba2, model
+from tests.unit.state.layouts import attention, byte_map, mamba1, mamba2, model
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
@@ -64,6 +64,16 @@ def test_layout_is_the_documented_one():
     assert spec.slot_nbytes == 1024
 
 
+def test_channels_of_mamba1_are_units():
+    spec = build_state_spec(model((mamba1(12),)), tp=3, rank=1, page_tokens=16)
+    assert [(item.name, item.offset, item.units, item.nbytes) for item in spec.slot] == [
+        ("conv.x", 0, range(4, 8), 4 * 3 * 2),
+        ("ssm", 256, range(4, 8), 4 * 3 * 4),
+    ]
+    with pytest.raises(ShardingError, match=r"layer 0 mamba1 conv\.x has 12 units.*tp=5"):
+        build_state_spec(model((mamba1(12),)), tp=5, rank=1, page_tokens=16)
+
+
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
     st.sampled_from([1, 2, 4]),
@@ -76,6 +86,7 @@ def test_every_unit_is_whole_on_its_ranks_and_no_byte_has_two_meanings(
     config = model(
         (mamba2(24, num_groups, conv_kernel=conv_kernel),),
         (attention(2, 4), mamba2(12, 1)),
+        (mamba1(24, conv_kernel=conv_kernel),),
     )
     if any(units % tp and tp % units for units in (num_groups, 2, 1, 24, 12)):
         with pytest.raises(ShardingError, match=f"tp={tp}"):
