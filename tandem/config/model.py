@@ -79,6 +79,81 @@ class Mamba1Config:
 
 
 @dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated short convolution over `num_channels` (LFM2)."""
+
+    kind: ClassVar[str] = "short_conv"
+    num_channels: int
+    conv_kernel: int
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464).
+
+    `max_beta`: 1, or 2 where negative eigenvalues are allowed. `layout` of the projections in a
+    checkpoint: "grouped" (in_proj_qkvz and in_proj_ba by key head: Qwen3-Next), "joined"
+    (in_proj_qkv, z, b and a: Qwen3.5) or "split" (q_proj, q_conv1d, ...: OLMo-Hybrid).
+    """
+
+    kind: ClassVar[str] = "gated_delta"
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    max_beta: float
+    norm_eps: float
+    layout: str
+
+
+@dataclass(frozen=True)
+class KimiDeltaConfig:
+    """The delta rule with a decay for each key channel (Kimi Team 2025, arXiv:2510.26692).
+
+    `decay_floor`: None, or the (negative) bound of the log-decay of one token. `layout` of a
+    checkpoint: "low_rank" (decay and gate through f_a, f_b and g_a, g_b: Kimi-Linear) or "full"
+    (f_proj, g_proj, dense: Bailing).
+    """
+
+    kind: ClassVar[str] = "kimi_delta"
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+    decay_floor: float | None
+    norm_eps: float
+    layout: str
+
+
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """Lightning attention (Qin et al. 2024, arXiv:2405.17381).
+
+    `slopes`: of each head, what its state loses at each token, as a positive log-decay.
+    """
+
+    kind: ClassVar[str] = "linear_attention"
+    num_heads: int
+    head_dim: int
+    slopes: tuple[float, ...]
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class RgLruConfig:
+    """The real-gated linear recurrent unit (De et al. 2024, arXiv:2402.19427).
+
+    `num_blocks` of `block_size` channels: the blocks of its gates' matrices.
+    """
+
+    kind: ClassVar[str] = "rg_lru"
+    num_blocks: int
+    block_size: int
+    conv_kernel: int
+
+
+@dataclass(frozen=True)
 class MlpConfig:
     kind: ClassVar[str] = "mlp"
     intermediate_size: int
@@ -108,7 +183,16 @@ class MoeConfig:
     has_bias: bool
 
 
-MixerConfig = AttentionConfig | Mamba2Config | Mamba1Config
+MixerConfig = (
+    AttentionConfig
+    | Mamba2Config
+    | Mamba1Config
+    | ShortConvConfig
+    | GatedDeltaConfig
+    | KimiDeltaConfig
+    | LinearAttentionConfig
+    | RgLruConfig
+)
 FeedForwardConfig = MlpConfig | MoeConfig
 
 

@@ -1,6 +1,6 @@
 """What one step feeds to the model: packed tokens, and where their state lies."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,3 +63,20 @@ class ForwardBatch:
     def prefill_query_start(self) -> torch.Tensor:
         """int32 [S - num_decode + 1], counted from the first token behind the decode rows."""
         return self.query_start[self.num_decode :] - self.num_decode
+
+
+def in_halves(
+    batch: ForwardBatch,
+    update: Callable[[slice], torch.Tensor],
+    prefill: Callable[[slice], torch.Tensor],
+) -> torch.Tensor:
+    """`update` of the tokens of the decode rows and `prefill` of the tokens behind them, joined.
+
+    A half without rows is not called.
+    """
+    num_decode = batch.num_decode
+    if num_decode == batch.num_rows:
+        return update(slice(None))
+    if num_decode == 0:
+        return prefill(slice(None))
+    return torch.cat([update(slice(num_decode)), prefill(slice(num_decode, None))])

@@ -17,6 +17,7 @@ from tandem.config.model import (
     MlpConfig,
     ModelConfig,
     MoeConfig,
+    ShortConvConfig,
 )
 from tandem.layers.attention import Attention
 from tandem.layers.batch import ForwardBatch
@@ -26,6 +27,7 @@ from tandem.layers.mamba2 import Mamba2
 from tandem.layers.mlp import Mlp
 from tandem.layers.moe import Moe
 from tandem.layers.parallel import TensorParallel
+from tandem.layers.short_conv import ShortConv
 from tandem.layers.weight import Tensors, Weight, whole
 from tandem.ops.norm import add_rms_norm, rms_norm
 
@@ -35,6 +37,7 @@ _HEAD = "lm_head"
 
 _LAYERS: dict[type, Any] = {
     Mamba2Config: Mamba2,
+    ShortConvConfig: ShortConv,
     AttentionConfig: Attention,
     MlpConfig: Mlp,
     MoeConfig: Moe,

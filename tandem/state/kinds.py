@@ -8,7 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.model import AttentionConfig, Mamba1Config, Mamba2Config
+from tandem.config.model import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    KimiDeltaConfig,
+    LinearAttentionConfig,
+    Mamba1Config,
+    Mamba2Config,
+    RgLruConfig,
+    ShortConvConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,57 @@ def _mamba1(mixer: Mamba1Config, dtype: str, state_dtype: str) -> tuple[Componen
     )
 
 
+def _short_conv(mixer: ShortConvConfig, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    return (Component("conv.x", mixer.num_channels, (mixer.conv_kernel - 1,), dtype),)
+
+
+def _gated_delta(mixer: GatedDeltaConfig, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    """Conv windows by sub-projection, then the state [value heads, V, K] (Yang et al. 2024)."""
+    taps = mixer.conv_kernel - 1
+    return (
+        Component("conv.q", mixer.num_key_heads, (mixer.key_dim, taps), dtype),
+        Component("conv.k", mixer.num_key_heads, (mixer.key_dim, taps), dtype),
+        Component("conv.v", mixer.num_value_heads, (mixer.value_dim, taps), dtype),
+        Component("state", mixer.num_value_heads, (mixer.value_dim, mixer.key_dim), state_dtype),
+    )
+
+
+def _kimi_delta(mixer: KimiDeltaConfig, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    """As the gated delta rule, with as many key heads as value heads."""
+    heads, window = mixer.num_heads, (mixer.head_dim, mixer.conv_kernel - 1)
+    return (
+        Component("conv.q", heads, window, dtype),
+        Component("conv.k", heads, window, dtype),
+        Component("conv.v", heads, window, dtype),
+        Component("state", heads, (mixer.head_dim, mixer.head_dim), state_dtype),
+    )
+
+
+def _linear_attention(
+    mixer: LinearAttentionConfig, dtype: str, state_dtype: str
+) -> tuple[Component, ...]:
+    """The state [heads, V, K]."""
+    return (Component("state", mixer.num_heads, (mixer.head_dim, mixer.head_dim), state_dtype),)
+
+
+def _rg_lru(mixer: RgLruConfig, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    """Units are the blocks of the gates' matrices: a rank that holds part of one could not gate."""
+    window = (mixer.block_size, mixer.conv_kernel - 1)
+    return (
+        Component("conv.x", mixer.num_blocks, window, dtype),
+        Component("state", mixer.num_blocks, (mixer.block_size,), state_dtype),
+    )
+
+
 KINDS: dict[str, ComponentsOf] = {
     "attention": _attention,
     "mamba1": _mamba1,
     "mamba2": _mamba2,
+    "short_conv": _short_conv,
+    "gated_delta": _gated_delta,
+    "kimi_delta": _kimi_delta,
+    "linear_attention": _linear_attention,
+    "rg_lru": _rg_lru,
 }
 
 

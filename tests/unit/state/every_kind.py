@@ -77,10 +77,11 @@ def linear_attention(draw) -> Components:
 
 @st.composite
 def rg_lru(draw) -> Components:
-    channels = draw(CHANNELS)
+    """Units are the blocks of its gates."""
+    blocks, width = draw(HEADS), draw(WIDTH)
     return (
-        Component("conv.x", channels, (draw(TAPS),), draw(DTYPE)),
-        Component("lru", channels, (), draw(DTYPE)),
+        Component("conv.x", blocks, (width, draw(TAPS)), draw(DTYPE)),
+        Component("state", blocks, (width,), draw(DTYPE)),
     )
 
 
