@@ -159,7 +159,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
     """Show how memory is laid out and what a transfer would move, from config.json alone."""
-    from tandem.config.model import load_model_config
+    from tandem.models.registry import load_model_config
     from tandem.transfer.memory_plan import build_plan, render_plan
 
     config = load_model_config(model, dtype=dtype, state_dtype=state_dtype)
@@ -301,7 +301,7 @@ def bench_transfer(
     from rich.console import Console
 
     from tandem.bench.transfer import render, run_transfer
-    from tandem.config.model import load_model_config
+    from tandem.models.registry import load_model_config
 
     _require_counts(prompts=prompts, rounds=[rounds], move_tokens=[move_tokens])
     tandem_log.configure(log_level)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from tandem.config.model import load_model_config
 from tandem.layers.parallel import SingleRank
-from tandem.models.registry import load_model
+from tandem.models.loader import load_model
+from tandem.models.registry import load_model_config
 from tandem.runner.graphs import CudaRecorder, DecodeGraphs, run_again
 from tandem.runner.inputs import InputBuilder
 from tandem.runner.memory import Arena, build_arena

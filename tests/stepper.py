@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import torch
 
-from tandem.config.model import ModelConfig, load_model_config
+from tandem.config.model import ModelConfig
 from tandem.layers.batch import ForwardBatch
 from tandem.layers.parallel import SingleRank, TensorParallel
-from tandem.models.registry import Model, load_model
+from tandem.models.loader import Model, load_model
+from tandem.models.registry import load_model_config
 from tandem.runner.memory import Arena, build_arena
 from tandem.state.arena import build_geometry
 from tandem.state.spec import build_state_spec

@@ -85,6 +85,7 @@ def feed_forward_parameters(item: FeedForwardConfig, hidden_size: int) -> tuple[
         matrices = 3 if item.activation == "silu_gated" else 2
         size = matrices * hidden_size * item.intermediate_size
         return size, size
+    assert isinstance(item, MoeConfig)
     inner = item.latent_size or hidden_size
     expert = 2 * inner * item.intermediate_size
     shared = 2 * hidden_size * item.shared_intermediate_size

@@ -13,8 +13,8 @@ from typing import Any
 from tandem.bench.limits import count_work, decode_floor_s, measure_machine, prefill_floor_s
 from tandem.bench.offline import Row, random_prompt, rows_as_json
 from tandem.config.engine import EngineConfig
-from tandem.config.model import load_model_config
 from tandem.engine.client import EngineClient
+from tandem.models.registry import load_model_config
 from tandem.scheduler.request import EngineRequest, SamplingParams
 from tandem.state.ticket import Ticket
 

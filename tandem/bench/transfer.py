@@ -20,9 +20,10 @@ from rich.table import Table
 from tandem.bench.move_rates import measure_moves
 from tandem.bench.offline import random_prompt
 from tandem.config.engine import EngineConfig
-from tandem.config.model import ModelConfig, load_model_config
+from tandem.config.model import ModelConfig
 from tandem.engine.client import EngineClient
 from tandem.errors import EngineDeadError
+from tandem.models.registry import load_model_config
 from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
 from tandem.state.arena import build_geometry
 from tandem.state.spec import build_state_spec

@@ -4,7 +4,7 @@ It reads nothing: models/weights.py does. A layer states its weights relative to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,13 +15,16 @@ Range = tuple[int, int]  # half-open
 class Piece:
     """Part of one checkpoint tensor of `shape`: the intervals `ranges` of `axis`, joined in order.
 
-    `ranges` None takes the whole tensor.
+    `ranges` None takes the whole tensor. `scales`: a factor on each interval. `entry`: the tensor
+    is this entry of one with a further first axis.
     """
 
     name: str
     shape: tuple[int, ...]
     axis: int = 0
     ranges: tuple[Range, ...] | None = None
+    scales: tuple[float, ...] | None = None
+    entry: int | None = None
 
     @property
     def taken(self) -> tuple[Range, ...]:
@@ -37,35 +40,34 @@ class Piece:
 class Weight:
     """One tensor in memory: its pieces joined along axis 0, or stacked on a new one.
 
-    `num_rows`: zero rows are added up to this many. `is_optional`: left out where the checkpoint
-    has none of it.
+    `pieces_each`: when stacked, so many pieces in a row are joined to one entry. `num_rows`: zero
+    rows are added up to this many. `is_optional`: left out where the checkpoint has none of it.
+    `offset`: added to every stored value.
     """
 
     pieces: tuple[Piece, ...]
     dtype: torch.dtype
     is_stacked: bool = False
+    pieces_each: int = 1
     num_rows: int | None = None
     is_optional: bool = False
+    offset: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first = self.pieces[0].taken_shape
+        joined = self.pieces[: self.pieces_each] if self.is_stacked else self.pieces
+        rows = sum(piece.taken_shape[0] for piece in joined)
+        rest = self.pieces[0].taken_shape[1:]
         if self.is_stacked:
-            return (len(self.pieces), *first)
-        rows = sum(piece.taken_shape[0] for piece in self.pieces)
-        return (rows if self.num_rows is None else self.num_rows, *first[1:])
-
-    def under(self, prefix: str) -> "Weight":
-        """The same weight with `prefix` before the name of each piece."""
-        pieces = (replace(piece, name=prefix + piece.name) for piece in self.pieces)
-        return replace(self, pieces=tuple(pieces))
+            return (len(self.pieces) // self.pieces_each, rows, *rest)
+        return (rows if self.num_rows is None else self.num_rows, *rest)
 
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def whole(name: str, shape: Sequence[int], dtype: torch.dtype) -> Weight:
-    return Weight((Piece(name, tuple(shape)),), dtype)
+def whole(name: str, shape: Sequence[int], dtype: torch.dtype, *, offset: float = 0.0) -> Weight:
+    return Weight((Piece(name, tuple(shape)),), dtype, offset=offset)
 
 
 def part(

@@ -1,25 +1,98 @@
 """Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba-2 or rotary attention, then a gated MLP."""
 
-from tandem.config.model import Mamba2Config, ModelConfig
-from tandem.models.decoder import Family, Part
+from tandem.config.build import build_model_config
+from tandem.config.keys import MAX_HEADS, MAX_LAYERS, Keys
+from tandem.config.model import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, ModelConfig
+from tandem.errors import ModelError
+from tandem.models.family import Branch, Family, Part
+from tandem.models.reading import check_groups, check_rotary, read_head_dim, read_heads, read_rotary
+
+
+def _read(keys: Keys) -> ModelConfig:
+    norm_eps = keys.number("rms_norm_eps", default=1e-5)
+    num_layers = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    num_heads, num_kv_heads = read_heads(keys)
+    head_dim = read_head_dim(keys)
+    # Bamba rotates half of each head; published configs carry `attn_rotary_emb` or nothing.
+    rotary = read_rotary(keys, head_dim, partial=0.5)
+    rotary_dim = keys.integer("attn_rotary_emb", default=rotary.rotary_dim)
+    attention = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        has_bias=keys.flag("attention_bias", False),
+        rotary=check_rotary(keys, rotary_dim, head_dim, rotary.theta),
+    )
+    mamba = _mamba(keys, norm_eps)
+    keys.one_of("hidden_act", ("silu",), "silu")
+    mlp = MlpConfig(keys.integer("intermediate_size"), "silu_gated", keys.flag("mlp_bias", False))
+    attention_layers = keys.get("attn_layer_indices", default=[])
+    if not isinstance(attention_layers, list) or not all(
+        type(index) is int and 0 <= index < num_layers for index in attention_layers
+    ):
+        raise ModelError(
+            f"{keys.source}: attn_layer_indices={attention_layers!r}; expected a list of numbers "
+            f"in 0..{num_layers - 1}"
+        )
+    return build_model_config(
+        keys,
+        layers=tuple(
+            LayerConfig((attention if index in attention_layers else mamba,), mlp)
+            for index in range(num_layers)
+        ),
+        norm_eps=norm_eps,
+        residual_in_fp32=keys.flag("residual_in_fp32", False),
+    )
+
+
+def _mamba(keys: Keys, norm_eps: float) -> Mamba2Config:
+    num_heads = keys.integer("mamba_n_heads", maximum=MAX_HEADS)
+    inner_size = keys.integer("mamba_expand", default=2) * keys.integer("hidden_size")
+    if keys.get("mamba_d_head", default="auto") == "auto":
+        head_dim = inner_size // num_heads
+    else:
+        head_dim = keys.integer("mamba_d_head")
+    if num_heads * head_dim != inner_size:
+        raise ModelError(
+            f"{keys.source}: mamba_n_heads={num_heads} heads of mamba_d_head={head_dim} are not "
+            f"mamba_expand * hidden_size = {inner_size} wide"
+        )
+    mamba = Mamba2Config(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=keys.integer("mamba_n_groups", default=1),
+        state_size=keys.integer("mamba_d_state", default=256),
+        conv_kernel=keys.integer("mamba_d_conv", default=4, minimum=2),
+        has_conv_bias=keys.flag("mamba_conv_bias", True),
+        has_proj_bias=keys.flag("mamba_proj_bias", False),
+        dt_limit=keys.dt_limit(),
+        chunk_size=keys.integer("mamba_chunk_size", default=256),
+        norm_eps=norm_eps,
+    )
+    check_groups(keys, mamba.num_heads, mamba.num_groups)
+    return mamba
 
 
 def _parts(config: ModelConfig) -> list[Part]:
     parts = []
     for index, layer in enumerate(config.layers):
         (mixer,), name = layer.mixers, f"layers.{index}"
-        prefix = f"{name}.mamba" if isinstance(mixer, Mamba2Config) else f"{name}.self_attn"
-        parts.append(Part(index, f"{name}.input_layernorm.weight", prefix, mixer))
+        inner = "mamba" if isinstance(mixer, Mamba2Config) else "self_attn"
+        norm = f"{name}.input_layernorm.weight"
+        parts.append(Part(index, (Branch(f"{name}.{inner}.", mixer),), norm))
         assert layer.feed_forward is not None
-        norm = f"{name}.pre_ff_layernorm.weight"
-        parts.append(Part(index, norm, f"{name}.feed_forward", layer.feed_forward))
+        feed_forward = Branch(f"{name}.feed_forward.", layer.feed_forward)
+        parts.append(Part(index, (feed_forward,), f"{name}.pre_ff_layernorm.weight"))
     return parts
 
 
 BAMBA = Family(
+    title="Bamba",
+    read=_read,
+    parts=_parts,
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="final_layernorm.weight",
-    parts=_parts,
     ignored=(r"rotary_emb\.inv_freq$",),
 )

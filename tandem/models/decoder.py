@@ -1,9 +1,9 @@
-"""A decoder-only model as a run of pre-normed parts on one residual stream.
+"""A decoder-only model as a run of parts on one residual stream.
 
 The families differ in which parts they have and in the names of tensors; a `Family` says both.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,9 +11,7 @@ import torch
 
 from tandem.config.model import (
     AttentionConfig,
-    FeedForwardConfig,
     Mamba2Config,
-    MixerConfig,
     MlpConfig,
     ModelConfig,
     MoeConfig,
@@ -29,13 +27,16 @@ from tandem.layers.moe import Moe
 from tandem.layers.parallel import TensorParallel
 from tandem.layers.short_conv import ShortConv
 from tandem.layers.weight import Tensors, Weight, whole
+from tandem.models.family import Branch, Family
+from tandem.models.names import stored_weight
 from tandem.ops.norm import add_rms_norm, rms_norm
 
 _EMBEDDING = "embedding"
 _FINAL_NORM = "final_norm"
 _HEAD = "lm_head"
 
-_LAYERS: dict[type, Any] = {
+# What runs each kind of mixer and feed-forward.
+LAYERS: dict[type, Any] = {
     Mamba2Config: Mamba2,
     ShortConvConfig: ShortConv,
     AttentionConfig: Attention,
@@ -51,33 +52,20 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
-    """A norm and the mixer or feed-forward behind it: `x + f(norm(x))`.
+class _Step:
+    """A `Part` with its tensors and layers."""
 
-    `layer` is the index in the model's config. `norm` and `prefix` are checkpoint names below the
-    family's own prefix.
-    """
+    norm: torch.Tensor | None
+    post_norm: torch.Tensor | None
+    residual_scale: float | None
+    layers: tuple[Layer, ...]
 
-    layer: int
-    norm: str
-    prefix: str
-    config: MixerConfig | FeedForwardConfig
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one family names its tensors.
-
-    `prefixes`: what stands before every name but the head's; the first that a checkpoint uses.
-    `ignored`: patterns (re.search) of tensors that a checkpoint may hold and serving does not need.
-    """
-
-    prefixes: tuple[str, ...]
-    embedding: str
-    final_norm: str
-    parts: Callable[[ModelConfig], list[Part]]
-    head: str = "lm_head.weight"
-    ignored: tuple[str, ...] = ()
+    def run(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The sum of the branches, each of the same input."""
+        out = self.layers[0](hidden, batch)
+        for layer in self.layers[1:]:
+            out = out + layer(hidden, batch)
+        return out
 
 
 class Decoder:
@@ -95,16 +83,26 @@ class Decoder:
         """Every tensor of this rank; raises ShardingError when the tp does not divide a part."""
         dtype, hidden_size = _torch_dtype(config.dtype), config.hidden_size
         vocab = (config.vocab_size, hidden_size, dtype, tp)
+
+        def norm(name: str) -> Weight:
+            # 1 + w loses what is small in w when the sum is kept in 16 bits.
+            own = torch.float32 if config.norm_offset else dtype
+            return whole(prefix + name, (hidden_size,), own, offset=config.norm_offset)
+
         weights = {
             _EMBEDDING: vocab_weight(prefix + family.embedding, *vocab),
-            _FINAL_NORM: whole(prefix + family.final_norm, (hidden_size,), dtype),
+            _FINAL_NORM: norm(family.final_norm),
             _HEAD: vocab_weight(family.head, *vocab, is_optional=config.tie_embeddings),
         }
-        for key, part, context in _each(config, family, tp, torch.device("cpu")):
-            weights[f"{key}.norm"] = whole(prefix + part.norm, (hidden_size,), dtype)
-            declared = _LAYERS[type(part.config)].weights(part.config, context)
+        for index, part in enumerate(family.parts(config)):
+            if part.norm is not None:
+                weights[f"part{index}.norm"] = norm(part.norm)
+            if part.post_norm is not None:
+                weights[f"part{index}.post_norm"] = norm(part.post_norm)
+        for _, key, branch, context in _branches(config, family, tp, torch.device("cpu")):
+            declared = LAYERS[type(branch.config)].weights(branch.config, context)
             for name, weight in declared.items():
-                weights[f"{key}.{name}"] = weight.under(f"{prefix}{part.prefix}.")
+                weights[f"{key}.{name}"] = stored_weight(weight, branch, prefix)
         return weights
 
     def __init__(
@@ -117,56 +115,87 @@ class Decoder:
         embedding = tensors.pop(_EMBEDDING)
         self._eps = config.norm_eps
         self._is_residual_fp32 = config.residual_in_fp32
+        self._embedding_scale = config.embedding_scale
+        self._logits_scale = config.logits_scale
+        self._logits_softcap = config.logits_softcap
         is_tied = _HEAD not in tensors
         self._head = OutputHead(tensors.pop(_HEAD, embedding), config.vocab_size, tp)
         self._embedding = Embedding(embedding, tp, self._head if is_tied else None)
         self._final_norm = tensors.pop(_FINAL_NORM)
-        self._parts: list[tuple[torch.Tensor, Layer]] = []
-        for key, part, context in _each(config, family, tp, embedding.device):
+        layers: dict[int, list[Layer]] = {}
+        for index, key, branch, context in _branches(config, family, tp, embedding.device):
             own = _take(tensors, f"{key}.")
-            layer = _LAYERS[type(part.config)](part.config, context, own)
-            self._parts.append((own["norm"], layer))
+            layer = LAYERS[type(branch.config)](branch.config, context, own)
+            layers.setdefault(index, []).append(layer)
+        self._steps = [
+            _Step(
+                tensors.pop(f"part{index}.norm", None),
+                tensors.pop(f"part{index}.post_norm", None),
+                part.residual_scale,
+                tuple(layers[index]),
+            )
+            for index, part in enumerate(family.parts(config))
+        ]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Normed hidden state [T, hidden] of this step's tokens; state in `batch` moves on."""
         hidden = self._embedding(batch.token_ids)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
         residual: torch.Tensor | None = None
-        for norm, layer in self._parts:
-            if residual is None:
-                residual = hidden.float() if self._is_residual_fp32 else hidden
-                normed = rms_norm(hidden, norm, self._eps)
-            else:
-                normed, residual = add_rms_norm(hidden, residual, norm, self._eps)
-            hidden = layer(normed, batch)
+        for step in self._steps:
+            hidden, residual = self._enter(hidden, residual, step.norm)
+            if step.residual_scale is not None:
+                residual = hidden * step.residual_scale
+            hidden = step.run(hidden, batch)
+            if step.post_norm is not None:
+                hidden = rms_norm(hidden, step.post_norm, self._eps)
+        return self._enter(hidden, residual, self._final_norm)[0]
+
+    def _enter(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a step computed joins the stream: (input of the next step, the stream)."""
         if residual is None:
-            return rms_norm(hidden, self._final_norm, self._eps)
-        return add_rms_norm(hidden, residual, self._final_norm, self._eps)[0]
+            residual = hidden.float() if self._is_residual_fp32 else hidden
+            return (hidden if norm is None else rms_norm(hidden, norm, self._eps)), residual
+        if norm is None:
+            residual = residual + hidden
+            return residual.to(hidden.dtype), residual
+        return add_rms_norm(hidden, residual, norm, self._eps)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Rows of `forward`'s result [R, hidden] → fp32 [R, vocab], complete on every rank; written
         to `out` where it is given."""
-        return self._head(hidden, out)
+        logits = self._head(hidden, out)
+        if self._logits_scale != 1.0:
+            logits.mul_(self._logits_scale)
+        if self._logits_softcap is not None:
+            logits.div_(self._logits_softcap).tanh_().mul_(self._logits_softcap)
+        return logits
 
 
-def _each(
+def _branches(
     config: ModelConfig, family: Family, tp: TensorParallel, device: torch.device
-) -> Iterator[tuple[str, Part, LayerContext]]:
-    """Key, part and context of each part in order."""
+) -> Iterator[tuple[int, str, Branch, LayerContext]]:
+    """Number of the part, key, branch and context of each branch in order."""
     rotary = RotaryTables(config.max_position, device)
     for index, part in enumerate(family.parts(config)):
-        yield (
-            f"part{index}",
-            part,
-            LayerContext(
-                layer=part.layer,
-                name=f"layer {part.layer} {part.config.kind}",
-                hidden_size=config.hidden_size,
-                dtype=_torch_dtype(config.dtype),
-                device=device,
-                tp=tp,
-                rotary=rotary,
-            ),
-        )
+        for place, branch in enumerate(part.branches):
+            yield (
+                index,
+                f"part{index}.{place}",
+                branch,
+                LayerContext(
+                    layer=part.layer,
+                    name=f"layer {part.layer} {branch.config.kind}",
+                    hidden_size=config.hidden_size,
+                    dtype=_torch_dtype(config.dtype),
+                    device=device,
+                    tp=tp,
+                    rotary=rotary,
+                ),
+            )
 
 
 def _take(tensors: dict[str, torch.Tensor], prefix: str) -> Tensors:

@@ -1,55 +1,54 @@
-"""The families that can be served, and the one way to load a model."""
+"""The families that can be served, and how a folder's config.json finds its own. No torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from tandem.config.build import check_dtype
+from tandem.config.keys import Keys, read_config_json
 from tandem.config.model import ModelConfig
 from tandem.errors import ModelError
-from tandem.layers.parallel import TensorParallel
 from tandem.models.bamba import BAMBA
-from tandem.models.decoder import Decoder, Family
+from tandem.models.family import Family
 from tandem.models.nemotron_h import NEMOTRON_H
-from tandem.models.random_weights import random_weights
-from tandem.models.weights import Checkpoint, load_weights
 
-__all__ = ["FAMILIES", "Model", "load_model"]
-
-FAMILIES: dict[str, Family] = {"nemotron_h": NEMOTRON_H, "bamba": BAMBA}
-
-# What callers hold: `forward(batch) -> hidden`, `logits(hidden) -> fp32 [R, vocab]`.
-Model = Decoder
+# By model_type of config.json.
+FAMILIES: dict[str, Family] = {
+    "nemotron_h": NEMOTRON_H,
+    "bamba": BAMBA,
+}
 
 
-def load_model(
-    path: str | Path,
-    config: ModelConfig,
-    tp: TensorParallel,
-    device: torch.device,
-    *,
-    is_random: bool = False,
-    show_progress: bool = True,
-) -> Model:
-    """Build this rank's share of the model in an HF folder and read its weights.
+def load_model_config(
+    path: str | Path, *, dtype: str | None = None, state_dtype: str | None = None
+) -> ModelConfig:
+    """Read the shapes of the model in a local HF folder.
 
-    Only this rank's part of each tensor is read. `show_progress` draws a bar on a terminal.
-    `is_random`: the folder needs no weights; random ones are made, for timing.
+    Args:
+        path: folder that holds config.json, or the file.
+        dtype: weights, activations, K/V and conv window; None takes the checkpoint's own.
+        state_dtype: recurrent state at rest; None takes the checkpoint's own, else float32.
 
-    Raises: ShardingError when the tp does not divide the model; ModelError when a shard is missing
-    or damaged, or when tensors are missing, unexpected or of another shape (all of them listed).
+    Raises: ModelError naming file, key and value.
     """
-    family = FAMILIES.get(config.family)
-    if family is None:
-        raise ModelError(f"family={config.family!r} has no model; supported: {', '.join(FAMILIES)}")
-    # Before any file is opened: a size that does not divide needs no checkpoint to be refused.
-    weights = Decoder.weights(config, family, tp, family.prefixes[0])
-    if is_random:
-        return Decoder(config, family, random_weights(weights, device), tp)
-    checkpoint = Checkpoint(path)
-    prefix = checkpoint.prefix(family.prefixes)
-    if prefix != family.prefixes[0]:
-        weights = Decoder.weights(config, family, tp, prefix)
-    tensors = load_weights(
-        checkpoint, weights, device, ignored=family.ignored, show_progress=show_progress
-    )
-    return Decoder(config, family, tensors, tp)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    keys = Keys(read_config_json(path), folder / "config.json")
+    family = keys.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        named = keys.get("architectures", default=[])
+        architectures = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
+        architectures = architectures or "none named"
+        raise ModelError(
+            f"{keys.source}: model_type={family!r} (architectures: {architectures}) is not "
+            f"supported; supported: {', '.join(FAMILIES)}"
+        )
+    if keys.has("quantization_config"):
+        raise ModelError(
+            f"{keys.source}: quantization_config is not supported; use an unquantised checkpoint"
+        )
+    model = FAMILIES[family].read(keys)
+    if dtype is not None:
+        model = replace(model, dtype=check_dtype(keys.source, "dtype", dtype))
+    if state_dtype is not None:
+        checked = check_dtype(keys.source, "state_dtype", state_dtype)
+        model = replace(model, state_dtype=checked)
+    return model

@@ -138,30 +138,30 @@ def load_weights(
         if not weight.is_optional or all(piece.name in checkpoint for piece in weight.pieces)
     }
     _check(checkpoint, wanted, ignored)
-    reads: dict[Path, list[tuple[Piece, torch.Tensor]]] = {}
+    reads: dict[Path, list[tuple[Piece, torch.Tensor, float]]] = {}
     tensors = {}
     for key, weight in wanted.items():
         tensors[key] = torch.empty(weight.shape, dtype=weight.dtype, device=device)
         for piece, target in _targets(weight, tensors[key]):
-            reads.setdefault(checkpoint.file(piece.name), []).append((piece, target))
-    total = sum(target.nbytes for found in reads.values() for _, target in found)
+            reads.setdefault(checkpoint.file(piece.name), []).append((piece, target, weight.offset))
+    total = sum(target.nbytes for found in reads.values() for _, target, _ in found)
     with _progress(show_progress) as progress:
         task = progress.add_task("loading weights", total=total)
         for file, found in reads.items():
             with closing(_Reader(file)) as reader:
-                for piece, target in found:
-                    reader.read(piece, target)
+                for piece, target, offset in found:
+                    reader.read(piece, target, offset)
                     progress.advance(task, target.nbytes)
     return tensors
 
 
 def _check(checkpoint: Checkpoint, weights: Mapping[str, Weight], ignored: Sequence[str]) -> None:
-    expected = {piece.name: piece for weight in weights.values() for piece in weight.pieces}
+    expected = stored_shapes(weights.values())
     missing = [name for name in expected if name not in checkpoint]
     misshapen = [
-        f"{name} is {list(checkpoint.shape(name))}, expected {list(piece.shape)}"
-        for name, piece in expected.items()
-        if name in checkpoint and checkpoint.shape(name) != piece.shape
+        f"{name} is {list(checkpoint.shape(name))}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in checkpoint and checkpoint.shape(name) != shape
     ]
     # Quantised values mean nothing without their scales: a cast would load noise.
     mistyped = [
@@ -190,6 +190,18 @@ def _check(checkpoint: Checkpoint, weights: Mapping[str, Weight], ignored: Seque
         )
 
 
+def stored_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
+    """The shape that each tensor of the checkpoint must have."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    num_entries: dict[str, int] = {}
+    for weight in weights:
+        for piece in weight.pieces:
+            shapes[piece.name] = piece.shape
+            if piece.entry is not None:
+                num_entries[piece.name] = max(num_entries.get(piece.name, 0), piece.entry + 1)
+    return shapes | {name: (count, *shapes[name]) for name, count in num_entries.items()}
+
+
 def _listed(names: Sequence[str]) -> str:
     more = f", and {len(names) - _NUM_LISTED} more" if len(names) > _NUM_LISTED else ""
     return ", ".join(names[:_NUM_LISTED]) + more
@@ -198,10 +210,16 @@ def _listed(names: Sequence[str]) -> str:
 def _targets(weight: Weight, tensor: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Each piece with the place it fills; rows behind the last piece are zeroed."""
     if weight.is_stacked:
-        yield from zip(weight.pieces, tensor, strict=True)
+        each = weight.pieces_each
+        for index, entry in enumerate(tensor):
+            yield from _joined(weight.pieces[index * each : (index + 1) * each], entry)
         return
+    yield from _joined(weight.pieces, tensor)
+
+
+def _joined(pieces: Sequence[Piece], tensor: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
     row = 0
-    for piece in weight.pieces:
+    for piece in pieces:
         num_rows = piece.taken_shape[0]
         yield piece, tensor.narrow(0, row, num_rows)
         row += num_rows
@@ -216,14 +234,18 @@ class _Reader:
         self._handle: Any = None
         self._mapped_nbytes = 0
 
-    def read(self, piece: Piece, target: torch.Tensor) -> None:
+    def read(self, piece: Piece, target: torch.Tensor, offset: float = 0.0) -> None:
+        """Fill `target` with the piece, `offset` added; sums and factors in fp32."""
         start = 0
-        for first, last in piece.taken:
+        for index, (first, last) in enumerate(piece.taken):
             part = target.narrow(piece.axis, start, last - first)
-            self._read_range(piece, first, last, part)
+            scale = 1.0 if piece.scales is None else piece.scales[index]
+            self._read_range(piece, first, last, part, scale, offset)
             start += last - first
 
-    def _read_range(self, piece: Piece, first: int, last: int, target: torch.Tensor) -> None:
+    def _read_range(
+        self, piece: Piece, first: int, last: int, target: torch.Tensor, scale: float, offset: float
+    ) -> None:
         if piece.axis == 0 and first == last:
             return
         # Blocks of rows of the file: a column cut touches every row of them.
@@ -233,7 +255,12 @@ class _Reader:
         for row in range(begin, end, step):
             stop = min(row + step, end)
             stored = self._slice(piece.name, (stop - row) * row_nbytes)
-            block = stored[row:stop] if piece.axis == 0 else stored[row:stop, first:last]
+            where = (
+                (slice(row, stop),) if piece.axis == 0 else (slice(row, stop), slice(first, last))
+            )
+            block = stored[where] if piece.entry is None else stored[(piece.entry, *where)]
+            if scale != 1.0 or offset:
+                block = block.float() * scale + offset
             target[row - begin : stop - begin].copy_(block)
 
     def _slice(self, name: str, nbytes: int) -> Any:

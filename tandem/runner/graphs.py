@@ -14,7 +14,7 @@ import torch
 
 from tandem.layers.batch import ForwardBatch
 from tandem.log import get_logger
-from tandem.models.registry import Model
+from tandem.models.loader import Model
 from tandem.runner.inputs import HostBatch, resolve_tokens
 from tandem.runner.memory import Padding
 from tandem.runner.staging import Staging, place, view

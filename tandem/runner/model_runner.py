@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tandem.models.registry import Model
+from tandem.models.loader import Model
 from tandem.runner.graphs import DecodeGraphs
 from tandem.runner.inputs import HostBatch, InputBuilder, forward_batch
 from tandem.runner.memory import Arena

@@ -6,11 +6,12 @@ import torch
 import torch.distributed
 
 from tandem.config.engine import EngineConfig, TransferOptions
-from tandem.config.model import ModelConfig, load_model_config
+from tandem.config.model import ModelConfig
 from tandem.errors import EngineDeadError
 from tandem.layers.parallel import ProcessGroup, SingleRank, TensorParallel
 from tandem.log import get_logger
-from tandem.models.registry import Model, load_model
+from tandem.models.loader import Model, load_model
+from tandem.models.registry import load_model_config
 from tandem.ops import native
 from tandem.ops.dispatch import is_native_enabled
 from tandem.runner.graphs import CudaRecorder, DecodeGraphs, run_again

@@ -41,6 +41,7 @@ TORCH_FREE = ("errors", "log", "units", "config", "state", "cache", "scheduler",
 TORCH_FREE_MODULES = (
     "tandem",
     "tandem.cli",
+    "tandem.models.registry",
     "tandem.router.app",
     "tandem.server.app",
     "tandem.engine.client",

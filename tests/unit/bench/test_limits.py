@@ -15,7 +15,8 @@ from tandem.bench.limits import (
     feed_forward_parameters,
     prefill_floor_s,
 )
-from tandem.config.model import MoeConfig, load_model_config
+from tandem.config.model import MoeConfig
+from tandem.models.registry import load_model_config
 from tandem.state.spec import build_state_spec
 from tests.tiny_models import TINY, build_tiny
 

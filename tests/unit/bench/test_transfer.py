@@ -9,7 +9,7 @@ from rich.console import Console
 from tandem.bench import move_rates, transfer
 from tandem.bench.move_rates import PAIRS
 from tandem.config.args import build_config
-from tandem.config.model import load_model_config
+from tandem.models.registry import load_model_config
 from tandem.state.spec import build_state_spec
 from tests.tiny_models import save_tiny
 

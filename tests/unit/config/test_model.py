@@ -14,9 +14,9 @@ from tandem.config.model import (
     ModelConfig,
     MoeConfig,
     RotaryConfig,
-    load_model_config,
 )
 from tandem.errors import ModelError
+from tandem.models.registry import load_model_config
 from tandem.state.spec import fingerprint
 
 NEMOTRON_H_8B: dict[str, Any] = {

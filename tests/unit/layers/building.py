@@ -65,5 +65,10 @@ def _cut(weight: Weight, stored: dict[str, torch.Tensor]) -> torch.Tensor:
         whole = stored[piece.name]
         parts = [whole.narrow(piece.axis, start, stop - start) for start, stop in piece.taken]
         pieces.append(torch.cat(parts, dim=piece.axis))
-    joined = torch.stack(pieces) if weight.is_stacked else torch.cat(pieces)
-    return joined.to(weight.dtype)
+    if weight.is_stacked:
+        each = weight.pieces_each
+        entries = [torch.cat(pieces[i : i + each]) for i in range(0, len(pieces), each)]
+        joined = torch.stack(entries)
+    else:
+        joined = torch.cat(pieces)
+    return (joined + weight.offset).to(weight.dtype)

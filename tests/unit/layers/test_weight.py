@@ -15,12 +15,8 @@ def test_pieces_join_on_rows_or_stack() -> None:
     assert Weight(pieces, torch.float32).shape == (5, 4)
     assert Weight(pieces, torch.float32, num_rows=8).shape == (8, 4)
     assert Weight((Piece("a", (3, 4)),) * 6, torch.float32, is_stacked=True).shape == (6, 3, 4)
-
-
-def test_prefix_is_put_before_each_name() -> None:
-    moved = Weight((Piece("a", (1,)), Piece("b", (2,))), torch.float32, num_rows=4).under("x.y.")
-    assert [piece.name for piece in moved.pieces] == ["x.y.a", "x.y.b"]
-    assert moved.num_rows == 4
+    pairs = Weight(pieces * 3, torch.float32, is_stacked=True, pieces_each=2)
+    assert pairs.shape == (3, 5, 4)
 
 
 def test_projection_cut_by_rows_cuts_its_bias_and_by_columns_does_not() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.config.model import load_model_config
 from tandem.errors import ModelError, ShardingError
 from tandem.layers.parallel import SingleRank
-from tandem.models.registry import FAMILIES, Model, load_model
+from tandem.models.loader import Model, load_model
+from tandem.models.registry import FAMILIES, load_model_config
 from tests.stepper import Stepper, random_tokens
 from tests.tiny_models import save_tiny
 
@@ -110,7 +110,7 @@ def test_decay_step_bias_and_skip_stay_fp32_in_a_16_bit_model(tmp_path: Path) ->
         key = f"backbone.layers.0.mixer.{leaf}"
         tensors[key] = tensors[key].float() + 1e-4  # not a bf16 number
     save_file(tensors, folder / "model.safetensors")
-    _, mixer = load(folder)._parts[0]
+    (mixer,) = load(folder)._steps[0].layers
     for leaf, actual in (("D", mixer._D), ("dt_bias", mixer._dt_bias)):
         assert torch.equal(actual, tensors[f"backbone.layers.0.mixer.{leaf}"])
     assert torch.equal(mixer._A, -tensors["backbone.layers.0.mixer.A_log"].exp())

@@ -66,6 +66,40 @@ def test_only_the_declared_parts_are_read_in_any_blocks(
     assert torch.equal(found["none_of_it"], torch.zeros(2, 6))
 
 
+def test_entries_of_a_stacked_tensor_are_joined_scaled_and_moved(
+    tmp_path: Path, table: torch.Tensor
+) -> None:
+    stacked = torch.stack([table, table + 100, table + 200])
+    save_file({"experts": stacked, "v": table[:, 0].clone()}, tmp_path / "model.safetensors")
+    pieces = [
+        Piece("experts", (10, 6), 0, (rows,), entry=entry)
+        for entry in range(3)
+        for rows in ((5, 7), (0, 2))
+    ]
+    scaled = Piece("experts", (10, 6), 0, ((0, 1), (4, 6)), scales=(2.0, 0.5), entry=1)
+    columns = Piece("experts", (10, 6), 1, ((2, 4),), entry=2)
+    found = load(
+        tmp_path,
+        {
+            "stack": Weight(tuple(pieces), torch.float32, is_stacked=True, pieces_each=2),
+            "scaled": Weight((scaled,), torch.float32),
+            "columns": Weight((columns,), torch.float32),
+            "moved": whole("v", (10,), torch.float32, offset=1.0),
+        },
+    )
+    assert torch.equal(found["stack"], torch.cat([stacked[:, 5:7], stacked[:, :2]], dim=1))
+    assert torch.equal(found["scaled"], torch.cat([stacked[1, :1] * 2, stacked[1, 4:6] / 2]))
+    assert torch.equal(found["columns"], stacked[2, :, 2:4])
+    assert torch.equal(found["moved"], table[:, 0] + 1)
+
+
+def test_a_stacked_tensor_with_more_entries_is_refused(tmp_path: Path, table: torch.Tensor) -> None:
+    save_file({"experts": torch.stack([table] * 3)}, tmp_path / "model.safetensors")
+    pieces = tuple(Piece("experts", (10, 6), entry=entry) for entry in range(2))
+    with pytest.raises(ModelError, match=r"experts is \[3, 10, 6\], expected \[2, 10, 6\]"):
+        load(tmp_path, {"stack": Weight(pieces, torch.float32, is_stacked=True)})
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtype_is_converted(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tandem.config.args import build_config
-from tandem.config.model import load_model_config
 from tandem.errors import ConfigError
 from tandem.layers.parallel import SingleRank
-from tandem.models.registry import load_model
+from tandem.models.loader import load_model
+from tandem.models.registry import load_model_config
 from tandem.runner.graphs import bucket_sizes
 from tandem.runner.worker import Worker
 from tandem.scheduler.request import SamplingParams
