@@ -64,7 +64,8 @@ class Mamba1Config:
     `num_heads`: runs of channels with B, C and low-rank dt of their own (Zamba); 1 elsewhere.
     `parameter_norm`: RMS norm on B, C and low-rank dt: "none", "plain" (no weights; FalconMamba) or
     "weighted" (Jamba).
-    `has_interleaved_gate`: the rows of in_proj are x0, z0, x1, z1, ... (Zamba), not all x, then z.
+    `is_by_head`: x_proj, dt_proj, A and D are stored by head, and the rows of in_proj are x0, z0,
+    x1, z1, ... (Zamba), not all x, then all z.
     """
 
     kind: ClassVar[str] = "mamba1"
@@ -77,7 +78,7 @@ class Mamba1Config:
     parameter_norm: str = "none"
     norm_eps: float = 1e-6
     num_heads: int = 1
-    has_interleaved_gate: bool = False
+    is_by_head: bool = False
 
 
 @dataclass(frozen=True)

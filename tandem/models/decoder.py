@@ -11,6 +11,7 @@ import torch
 
 from tandem.config.model import (
     AttentionConfig,
+    Mamba1Config,
     Mamba2Config,
     MlpConfig,
     ModelConfig,
@@ -21,6 +22,7 @@ from tandem.layers.attention import Attention
 from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext, RotaryTables
 from tandem.layers.embedding import Embedding, OutputHead, vocab_weight
+from tandem.layers.mamba1 import Mamba1
 from tandem.layers.mamba2 import Mamba2
 from tandem.layers.mlp import Mlp
 from tandem.layers.moe import Moe
@@ -37,6 +39,7 @@ _HEAD = "lm_head"
 
 # What runs each kind of mixer and feed-forward.
 LAYERS: dict[type, Any] = {
+    Mamba1Config: Mamba1,
     Mamba2Config: Mamba2,
     ShortConvConfig: ShortConv,
     AttentionConfig: Attention,
