@@ -11,6 +11,7 @@ import torch
 
 from tandem.config.model import (
     AttentionConfig,
+    GatedDeltaConfig,
     Mamba1Config,
     Mamba2Config,
     MlpConfig,
@@ -22,6 +23,7 @@ from tandem.layers.attention import Attention
 from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext, RotaryTables
 from tandem.layers.embedding import Embedding, OutputHead, vocab_weight
+from tandem.layers.gated_delta import GatedDelta
 from tandem.layers.mamba1 import Mamba1
 from tandem.layers.mamba2 import Mamba2
 from tandem.layers.mlp import Mlp
@@ -42,6 +44,7 @@ LAYERS: dict[type, Any] = {
     Mamba1Config: Mamba1,
     Mamba2Config: Mamba2,
     ShortConvConfig: ShortConv,
+    GatedDeltaConfig: GatedDelta,
     AttentionConfig: Attention,
     MlpConfig: Mlp,
     MoeConfig: Moe,
