@@ -12,6 +12,8 @@ import torch
 from tandem.config.model import (
     AttentionConfig,
     GatedDeltaConfig,
+    KimiDeltaConfig,
+    LinearAttentionConfig,
     Mamba1Config,
     Mamba2Config,
     MlpConfig,
@@ -24,6 +26,8 @@ from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext, RotaryTables
 from tandem.layers.embedding import Embedding, OutputHead, vocab_weight
 from tandem.layers.gated_delta import GatedDelta
+from tandem.layers.kimi_delta import KimiDelta
+from tandem.layers.linear_attention import LinearAttention
 from tandem.layers.mamba1 import Mamba1
 from tandem.layers.mamba2 import Mamba2
 from tandem.layers.mlp import Mlp
@@ -45,6 +49,8 @@ LAYERS: dict[type, Any] = {
     Mamba2Config: Mamba2,
     ShortConvConfig: ShortConv,
     GatedDeltaConfig: GatedDelta,
+    KimiDeltaConfig: KimiDelta,
+    LinearAttentionConfig: LinearAttention,
     AttentionConfig: Attention,
     MlpConfig: Mlp,
     MoeConfig: Moe,
