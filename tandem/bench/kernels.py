@@ -16,7 +16,7 @@ from rich.table import Table
 from tandem.errors import ConfigError
 from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
-from tandem.ops.experts import experts_mlp, route_sigmoid
+from tandem.ops.experts import experts_mlp, route
 from tandem.ops.norm import add_rms_norm, gated_rms_norm
 from tandem.ops.ssd import ssd_prefill, ssd_update
 
@@ -248,10 +248,10 @@ def routing_case(shapes: Shapes, num_tokens: int) -> Case:
 
     def build() -> Callable[[], object]:
         logits, bias = _randn(num_tokens, num_experts).float(), _randn(num_experts).float()
-        return lambda: route_sigmoid(logits, bias, top_k, 1, 1, True, 2.5)
+        return lambda: route(logits, bias, top_k, 1, 1, True, 2.5)
 
     nbytes = num_tokens * (num_experts * 4 + top_k * 12)
-    return Case(f"{shapes.name} route_sigmoid {num_tokens}", build, nbytes)
+    return Case(f"{shapes.name} route {num_tokens}", build, nbytes)
 
 
 def experts_case(shapes: Shapes, num_tokens: int) -> Case:

@@ -13,7 +13,7 @@ from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
 from tandem.layers.mlp import Mlp
 from tandem.layers.weight import Piece, Tensors, Weight, linear, whole
-from tandem.ops.experts import experts_mlp, route_sigmoid
+from tandem.ops.experts import experts_mlp, route
 
 _SHARED = "shared_experts."
 
@@ -67,7 +67,7 @@ class Moe:
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         config = self._config
-        weights, ids = route_sigmoid(
+        weights, ids = route(
             F.linear(hidden.float(), self._gate),
             self._correction_bias,
             config.top_k,

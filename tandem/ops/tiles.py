@@ -1,6 +1,6 @@
 """What the Triton kernels of several ops share: tiles of packed rows, dtypes, size of the device.
 
-Imports Triton, so only the `triton.py` files import it. A launch over packed rows does not know
+Imports Triton, so only files of kernels import it. A launch over packed rows does not know
 their lengths, which lie on the device: it starts as many programs as any lengths could need, and
 each finds its own tile, or none.
 """

@@ -281,17 +281,30 @@ def check_activations(
 
 
 def check_routing(
-    module: ModuleType, device: str, num_tokens: int, num_experts: int, top_k: int, normalize: bool
+    module: ModuleType,
+    device: str,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    normalize: bool,
+    *,
+    score: str = "sigmoid",
+    groups: tuple[int, int] = (1, 1),
+    has_bias: bool = True,
+    has_ties: bool = False,
 ) -> None:
     rng = Random(device)
     logits, bias = rng.normal(num_tokens, num_experts), rng.normal(num_experts)
-    rest = (logits, bias, top_k, 1, 1, normalize, 2.5)
-    weights, ids = module.route_sigmoid(*rest)
-    expected_weights, expected_ids = experts_reference.route_sigmoid(*rest)
-    order, expected_order = ids.argsort(-1), expected_ids.argsort(-1)
+    if has_ties:
+        logits, bias = logits.round(), bias.round()
+    rest = (logits, bias if has_bias else None, top_k, *groups, normalize, 2.5, score)
+    expected_weights, expected_ids = experts_reference.route(*rest)
+    poison(num_tokens * top_k, device)
+    weights, ids = module.route(*rest)
     assert ids.dtype == torch.int64
-    assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
-    assert_close(weights.gather(1, order), expected_weights.gather(1, expected_order))
+    assert torch.equal(ids, expected_ids)
+    assert weights.dtype == torch.float32
+    assert_close(weights, expected_weights)
 
 
 def check_experts(

@@ -195,9 +195,21 @@ def test_routing(ops, num_tokens, num_experts, top_k, normalize):
     cases.check_routing(ops.experts, CUDA, num_tokens, num_experts, top_k, normalize)
 
 
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("has_ties", [True, False])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "groups"),
+    [(128, 6, (1, 1)), (256, 8, (8, 4)), (12, 3, (4, 2)), (3, 1, (3, 2)), (160, 6, (8, 3))],
+)
+def test_routing_of_any_kind(ops, score, has_bias, has_ties, num_experts, top_k, groups):
+    kind = {"score": score, "has_bias": has_bias, "has_ties": has_ties, "groups": groups}
+    cases.check_routing(ops.experts, CUDA, 77, num_experts, top_k, True, **kind)
+
+
 def test_routing_of_nan_still_names_experts(ops):
     logits = torch.full((5, 12), torch.nan, device=CUDA)
-    _, ids = ops.experts.route_sigmoid(logits, torch.zeros(12, device=CUDA), 3, 1, 1, True, 1.0)
+    _, ids = ops.experts.route(logits, torch.zeros(12, device=CUDA), 3, 1, 1, True, 1.0)
     assert int(ids.min()) >= 0
     assert int(ids.max()) < 12
 

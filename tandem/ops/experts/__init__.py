@@ -8,21 +8,22 @@ import torch
 from tandem.ops.dispatch import choose
 from tandem.ops.experts import reference
 
-__all__ = ["experts_mlp", "route_sigmoid"]
+__all__ = ["experts_mlp", "route"]
 
 
-def route_sigmoid(
+def route(
     logits: torch.Tensor,
-    correction_bias: torch.Tensor,
+    correction_bias: torch.Tensor | None,
     top_k: int,
     num_groups: int,
     topk_groups: int,
     normalize: bool,
     scale: float,
+    score: str = "sigmoid",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, ids) of the chosen experts; see `reference.route_sigmoid`."""
-    return choose("experts", reference, logits).route_sigmoid(
-        logits, correction_bias, top_k, num_groups, topk_groups, normalize, scale
+    """(weights, ids) of the chosen experts; see `reference.route`."""
+    return choose("experts", reference, logits).route(
+        logits, correction_bias, top_k, num_groups, topk_groups, normalize, scale, score
     )
 
 

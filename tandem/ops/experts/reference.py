@@ -1,46 +1,72 @@
-"""Mixture of experts in plain torch: the sigmoid router, and the experts' MLPs."""
+"""Mixture of experts in plain torch: the router's choice, and the experts' MLPs."""
 
 import torch
 import torch.nn.functional as F
 
+from tandem.errors import ShapeError
 from tandem.ops.activation import activate
 
+SCORES = ("sigmoid", "softmax")
+# Up to this many tokens, one sort costs less than several searches.
+_MAX_SORTED = 32
 
-def route_sigmoid(
+
+def route(
     logits: torch.Tensor,
-    correction_bias: torch.Tensor,
+    correction_bias: torch.Tensor | None,
     top_k: int,
     num_groups: int,
     topk_groups: int,
     normalize: bool,
     scale: float,
+    score: str = "sigmoid",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts by corrected scores, weigh them by uncorrected ones.
 
     Args:
-        logits: fp32 [T, E].    correction_bias: [E], added to the sigmoid scores for the choice
-            alone.
+        logits: [T, E].    score: "sigmoid", or "softmax" over all experts; in fp32.
+        correction_bias: [E], added to the scores for the choice alone; None for none.
         num_groups, topk_groups: experts form `num_groups` equal runs; only the `topk_groups` runs
             whose two best corrected scores sum highest take part.
-        top_k: experts per token.    normalize: divide the chosen scores by their sum.
+        top_k: experts per token, no more than take part.
+        normalize: divide the chosen scores by their sum. With "softmax" this is also the softmax
+            over the chosen logits alone.
         scale: factor on the weights, after that.
 
-    Returns: (weights fp32 [T, top_k], ids int64 [T, top_k]); the order of the k is not defined.
-    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2; the router of Nemotron-3.
+    Returns: (weights fp32 [T, top_k], ids int64 [T, top_k]), best corrected score first; of equal
+        ones the lowest id.
+    Raises: ShapeError if `score` is unknown.
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2 (sigmoid, the router of Nemotron-3);
+        Shazeer et al. 2017, arXiv:1701.06538 (softmax).
     """
-    scores = logits.float().sigmoid()
-    by_group = (scores + correction_bias.float()).unflatten(1, (num_groups, -1))  # [T, groups, E']
+    if score not in SCORES:
+        raise ShapeError(f"score={score!r} is unknown; use one of {', '.join(SCORES)}")
+    scores = logits.float().sigmoid() if score == "sigmoid" else logits.float().softmax(-1)
+    corrected = scores if correction_bias is None else scores + correction_bias.float()
     if topk_groups < num_groups:
+        by_group = corrected.unflatten(1, (num_groups, -1))  # [T, groups, E']
         group_scores = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
-        kept = group_scores.topk(topk_groups, dim=-1, sorted=False).indices
+        kept = _best(group_scores, topk_groups)
         is_dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, kept, False)
-        by_group = by_group.masked_fill(is_dropped.unsqueeze(-1), -torch.inf)
-    ids = by_group.flatten(1).topk(top_k, dim=-1, sorted=False).indices
+        corrected = by_group.masked_fill(is_dropped.unsqueeze(-1), -torch.inf).flatten(1)
+    ids = _best(corrected, top_k)
     weights = scores.gather(1, ids)
     if normalize:
         # All scores may underflow to zero; the small term keeps 0 / 0 out.
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scale, ids
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices [T, count] of the largest scores; unlike topk's, their order is defined for ties."""
+    if len(scores) <= _MAX_SORTED:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    left, chosen = scores.clone(), []
+    for _ in range(count):
+        best = left.argmax(-1, keepdim=True)  # the first of equal ones
+        left.scatter_(1, best, -torch.inf)
+        chosen.append(best)
+    return torch.cat(chosen, 1)
 
 
 def experts_mlp(

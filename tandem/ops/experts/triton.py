@@ -11,8 +11,11 @@ import triton.language as tl
 
 from tandem.errors import ShapeError
 from tandem.ops.experts import reference
+from tandem.ops.experts.routing import route
 from tandem.ops.tiles import FLOATS, find_tile, is_plain, kernel, num_tiles
 from tandem.ops.tuning import tuned
+
+__all__ = ["experts_mlp", "order_by_expert", "product_tiles", "route", "supports"]
 
 # Up to this many pairs, comparing each with all is faster than a sort of several launches.
 _MAX_COMPARED = 4096
@@ -21,44 +24,6 @@ _MAX_COMPARED = 4096
 def supports(x: torch.Tensor) -> bool:
     """x is fp32, bf16 or fp16 and takes part in no graph."""
     return is_plain(x)
-
-
-def route_sigmoid(
-    logits: torch.Tensor,
-    correction_bias: torch.Tensor,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.route_sigmoid`, which also runs where groups of experts drop out."""
-    if topk_groups < num_groups or logits.stride(1) != 1 or not correction_bias.is_contiguous():
-        return reference.route_sigmoid(
-            logits, correction_bias, top_k, num_groups, topk_groups, normalize, scale
-        )
-    num_tokens, num_experts = logits.shape
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int64, device=logits.device)
-    if num_tokens:
-        tokens = 4
-        experts_route_kernel[(triton.cdiv(num_tokens, tokens),)](
-            logits,
-            correction_bias,
-            weights,
-            ids,
-            num_tokens,
-            logits.stride(0),
-            scale,
-            E=num_experts,
-            TOP_K=top_k,
-            IS_NORMALIZED=normalize,
-            BT=tokens,
-            BE=triton.next_power_of_2(num_experts),
-            BK=triton.next_power_of_2(top_k),
-            num_warps=4,
-        )
-    return weights, ids
 
 
 def experts_mlp(
@@ -191,50 +156,6 @@ def _grouped_product(
         IS_GATED=is_gated,
         **tiles,
     )
-
-
-@kernel
-def experts_route_kernel(
-    p_logits,
-    p_bias,
-    p_weights,
-    p_ids,
-    num_tokens,
-    logits_row,
-    scale,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr,
-    BT: tl.constexpr,
-    BE: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Choices of BT tokens: TOP_K times the best corrected score that is left."""
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    o_e = tl.arange(0, BE)
-    o_k = tl.arange(0, BK)
-    m_t = o_t < num_tokens
-    m = m_t[:, None] & (o_e < E)[None, :]
-    b_scores = tl.load(p_logits + o_t[:, None] * logits_row + o_e[None, :], mask=m, other=0.0)
-    b_scores = tl.sigmoid(b_scores.to(tl.float32))
-    b_bias = tl.load(p_bias + o_e, mask=o_e < E, other=0.0).to(tl.float32)
-    b_left = tl.where((o_e < E)[None, :], b_scores + b_bias[None, :], float("-inf"))
-    b_ids = tl.zeros([BT, BK], tl.int32)
-    b_weights = tl.zeros([BT, BK], tl.float32)
-    for k in tl.static_range(TOP_K):
-        # A row of NaN has no best; whatever is named must still be an expert.
-        b_best = tl.minimum(tl.argmax(b_left, 1), E - 1)
-        is_best = o_e[None, :] == b_best[:, None]
-        b_score = tl.sum(tl.where(is_best, b_scores, 0.0), 1)
-        b_ids = tl.where(o_k[None, :] == k, b_best[:, None], b_ids)
-        b_weights = tl.where(o_k[None, :] == k, b_score[:, None], b_weights)
-        b_left = tl.where(is_best, float("-inf"), b_left)
-    if IS_NORMALIZED:
-        b_weights = b_weights / (tl.sum(b_weights, 1) + 1e-20)[:, None]
-    m_k = m_t[:, None] & (o_k < TOP_K)[None, :]
-    o_out = o_t[:, None] * TOP_K + o_k[None, :]
-    tl.store(p_weights + o_out, b_weights * scale, mask=m_k)
-    tl.store(p_ids + o_out, b_ids.to(tl.int64), mask=m_k)
 
 
 @kernel

@@ -75,8 +75,19 @@ def test_activations():
     cases.check_activations(activation, "cpu", 3, 24, torch.float32)
 
 
-def test_routing():
-    cases.check_routing(experts, "cpu", 5, 12, 3, True)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"score": "softmax", "has_bias": False},
+        {"groups": (4, 2), "has_ties": True},
+        {"groups": (4, 3), "score": "softmax", "has_bias": False, "has_ties": True},
+        {"groups": (12, 5)},
+    ],
+    ids=str,
+)
+def test_routing(kind):
+    cases.check_routing(experts, "cpu", 5, 12, 3, True, **kind)
 
 
 @pytest.mark.parametrize("kind", ["relu2", "silu_gated"])

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import NemotronHConfig
+from transformers import NemotronHConfig, Qwen3NextConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE, NemotronHTopkRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
+from tandem.errors import ShapeError
 from tandem.ops.activation import activate
-from tandem.ops.experts.reference import experts_mlp, route_sigmoid
+from tandem.ops.experts.reference import _MAX_SORTED, experts_mlp, route
 from tests.tolerances import assert_close
 
 
@@ -51,8 +53,8 @@ def by_expert(weights, ids, num_experts):
     return dense.scatter(1, ids, weights)
 
 
-def route(logits, config, bias):
-    return route_sigmoid(
+def route_as(config, logits, bias):
+    return route(
         logits,
         bias,
         config.num_experts_per_tok,
@@ -74,7 +76,7 @@ def test_routing_equals_transformers(changes, num_tokens):
     x = randn(num_tokens, 24, seed=2).float()
     with torch.no_grad():
         logits, expected_weights, expected_ids = router(x)
-    weights, ids = route(logits, config, router.e_score_correction_bias)
+    weights, ids = route_as(config, logits, router.e_score_correction_bias)
 
     assert weights.dtype == torch.float32
     assert ids.dtype == torch.int64
@@ -85,20 +87,57 @@ def test_routing_equals_transformers(changes, num_tokens):
 def test_correction_bias_changes_the_choice_but_not_the_weight():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     bias = torch.tensor([10.0, 0.0, 0.0, 0.0])
-    weights, ids = route_sigmoid(logits, bias, 2, 1, 1, False, 1.0)
+    weights, ids = route(logits, bias, 2, 1, 1, False, 1.0)
     assert sorted(ids[0].tolist()) == [0, 3]
     assert_close(by_expert(weights, ids, 4)[0, [0, 3]], logits.sigmoid()[0, [0, 3]])
 
 
 def test_groups_of_one_expert():
-    weights, ids = route_sigmoid(torch.tensor([[3.0, 1.0, 2.0]]), torch.zeros(3), 1, 3, 2, True, 1)
+    weights, ids = route(torch.tensor([[3.0, 1.0, 2.0]]), torch.zeros(3), 1, 3, 2, True, 1)
     assert ids.tolist() == [[0]]
     assert weights.tolist() == [[1.0]]
 
 
 def test_scores_that_underflow_do_not_become_nan():
-    weights, _ = route_sigmoid(torch.full((1, 4), -200.0), torch.zeros(4), 2, 1, 1, True, 1.0)
+    weights, _ = route(torch.full((1, 4), -200.0), torch.zeros(4), 2, 1, 1, True, 1.0)
     assert weights.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_softmax_routing_equals_transformers(normalize):
+    config = Qwen3NextConfig(
+        hidden_size=24, num_experts=12, num_experts_per_tok=3, norm_topk_prob=normalize
+    )
+    router = Qwen3NextTopKRouter(config)
+    router.weight.data = randn(12, 24).float()
+    x = randn(9, 24, seed=2).float()
+    _, expected_weights, expected_ids = router(x)
+    weights, ids = route(F.linear(x, router.weight), None, 3, 1, 1, normalize, 1.0, score="softmax")
+    assert torch.equal(ids, expected_ids)
+    assert_close(weights, expected_weights)
+
+
+def test_normalized_softmax_is_the_softmax_over_the_chosen():
+    logits = randn(9, 12).float()
+    weights, ids = route(logits, None, 4, 1, 1, True, 1.0, score="softmax")
+    expected_logits, expected_ids = logits.topk(4)
+    assert torch.equal(ids, expected_ids)
+    assert_close(weights, expected_logits.softmax(-1))
+
+
+@pytest.mark.parametrize("num_tokens", [1, _MAX_SORTED + 1])
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_of_equal_scores_the_lowest_ids_are_chosen_in_order(num_tokens, score):
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 0.0]]).repeat(num_tokens, 1)
+    _, ids = route(logits, None, 4, 1, 1, False, 1.0, score=score)
+    assert ids.tolist() == [[1, 3, 0, 2]] * num_tokens
+    _, ids = route(logits[:, :4], None, 2, 2, 1, False, 1.0, score=score)  # two equal groups
+    assert ids.tolist() == [[1, 0]] * num_tokens
+
+
+def test_an_unknown_score_is_refused():
+    with pytest.raises(ShapeError, match="score='tanh' is unknown; use one of sigmoid, softmax"):
+        route(torch.zeros(1, 4), None, 2, 1, 1, False, 1.0, score="tanh")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -135,7 +174,8 @@ def test_moe_layer_of_transformers_is_these_ops(changes, latent):
     x = randn(9, 24, seed=99).float()
     with torch.no_grad():
         expected = moe(x.unsqueeze(0)).squeeze(0)
-        weights, ids = route(F.linear(x, moe.gate.weight), config, moe.gate.e_score_correction_bias)
+        logits = F.linear(x, moe.gate.weight)
+        weights, ids = route_as(config, logits, moe.gate.e_score_correction_bias)
         routed = experts_mlp(
             moe.fc1_latent_proj(x),
             moe.experts.up_proj,
