@@ -20,15 +20,44 @@ class FeedForwardConfig(Protocol):
 
 
 @dataclass(frozen=True)
+class RotaryScaling:
+    """Longer contexts than those trained on: slow frequencies are divided by `factor`, fast ones
+    stay, with a ramp between `slow_turns` and `fast_turns` turns within `original_length` tokens.
+
+    kind: "linear" (all are divided), "llama3" (the ramp goes with turns) or "yarn" (with channels;
+        Peng et al. 2023, arXiv:2309.00071). `is_rounded`: yarn's ramp begins and ends on channels.
+    magnitude: factor on cosines and sines.
+    """
+
+    kind: str
+    factor: float
+    original_length: int = 0
+    slow_turns: float = 1.0
+    fast_turns: float = 32.0
+    magnitude: float = 1.0
+    is_rounded: bool = True
+
+
+@dataclass(frozen=True)
 class RotaryConfig:
     """Rotary position embedding over the first `rotary_dim` of each head (Su et al. 2021)."""
 
     rotary_dim: int
     theta: float
+    scaling: RotaryScaling | None = None
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
+    """Grouped-query attention; `rotary` None: no positions.
+
+    qk_norm: RMS norm of queries and keys: "none", "head" (each head by itself) or "whole" (all
+        heads together).
+    has_gate: the output is multiplied by sigmoid(gate) before the last projection; the checkpoint's
+        q_proj gives each head's query, then its gate.
+    has_out_bias: None: as `has_bias`.
+    """
+
     kind: ClassVar[str] = "attention"
     num_heads: int
     num_kv_heads: int
@@ -36,6 +65,10 @@ class AttentionConfig:
     scale: float
     has_bias: bool
     rotary: RotaryConfig | None
+    qk_norm: str = "none"
+    norm_eps: float = 1e-6
+    has_gate: bool = False
+    has_out_bias: bool | None = None
 
 
 @dataclass(frozen=True)

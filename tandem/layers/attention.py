@@ -6,8 +6,10 @@ from tandem.config.model import AttentionConfig
 from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
-from tandem.layers.weight import Tensors, Weight, fused, linear
+from tandem.layers.spread_norm import SpreadNorm
+from tandem.layers.weight import Range, Tensors, Weight, fused, linear, norm_weight
 from tandem.ops.attention import paged_attention, write_kv
+from tandem.ops.norm import rms_norm
 from tandem.ops.rotary import apply_rotary
 
 
@@ -23,35 +25,67 @@ class Attention:
         kv = (kv_heads.start * head_dim, kv_heads.stop * head_dim)
         hidden, width = context.hidden_size, config.num_heads * head_dim
         kv_width = config.num_kv_heads * head_dim
-        return {
-            **fused(
-                "qkv",
-                [
-                    linear("q_proj", width, hidden, has_bias, dtype, rows=[heads]),
-                    linear("k_proj", kv_width, hidden, has_bias, dtype, rows=[kv]),
-                    linear("v_proj", kv_width, hidden, has_bias, dtype, rows=[kv]),
-                ],
-            ),
-            **linear("o_proj", hidden, width, has_bias, dtype, columns=heads),
+        # Rows of q_proj on disk, with a gate:  | q of head 0 | gate of head 0 | q of head 1 | ...
+        q_width = 2 * width if config.has_gate else width
+        queries, gates = _query_rows(config, first, last)
+        projections = [
+            linear("q_proj", q_width, hidden, has_bias, dtype, rows=queries),
+            linear("k_proj", kv_width, hidden, has_bias, dtype, rows=[kv]),
+            linear("v_proj", kv_width, hidden, has_bias, dtype, rows=[kv]),
+        ]
+        if config.has_gate:
+            projections.append(linear("q_proj", q_width, hidden, has_bias, dtype, rows=gates))
+        has_out_bias = has_bias if config.has_out_bias is None else config.has_out_bias
+        weights = {
+            **fused("qkv", projections),
+            **linear("o_proj", hidden, width, has_out_bias, dtype, columns=heads),
         }
+        if config.qk_norm != "none":
+            sizes = (width, kv_width) if config.qk_norm == "whole" else (head_dim, head_dim)
+            rows = (heads, kv) if config.qk_norm == "whole" else (None, None)
+            for name, size, own in zip(("q_norm", "k_norm"), sizes, rows, strict=True):
+                weights[name] = norm_weight(f"{name}.weight", size, dtype, context.norm_offset, own)
+        return weights
 
     def __init__(self, config: AttentionConfig, context: LayerContext, tensors: Tensors) -> None:
+        tp = context.tp
         self._layer = context.layer
         self._head_dim = config.head_dim
         self._scale = config.scale
-        num_heads = config.num_heads // context.tp.size
+        self._has_gate = config.has_gate
+        num_heads = config.num_heads // tp.size
         num_kv_heads = len(context.owned(config.num_kv_heads, "kv heads"))
-        self._sizes = [num_heads, num_kv_heads, num_kv_heads]
+        gates = [num_heads] if config.has_gate else []
+        self._sizes = [num_heads, num_kv_heads, num_kv_heads, *gates]
         self._qkv = build_linear(tensors, "qkv")
-        self._o_proj = RowLinear(tensors, "o_proj", context.tp)
+        self._o_proj = RowLinear(tensors, "o_proj", tp)
         self._rotary = config.rotary
         if config.rotary is not None:
             self._cos, self._sin = context.rotary.get(config.rotary)
+        self._eps = config.norm_eps
+        self._head_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._whole_norms: tuple[SpreadNorm, SpreadNorm] | None = None
+        if config.qk_norm == "head":
+            self._head_norms = tensors["q_norm"], tensors["k_norm"]
+        elif config.qk_norm == "whole":
+            total, kv_total = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+            copies = tp.size * num_kv_heads // config.num_kv_heads
+            self._whole_norms = (
+                SpreadNorm(tensors["q_norm"], config.norm_eps, total, tp),
+                SpreadNorm(tensors["k_norm"], config.norm_eps, kv_total, tp, copies),
+            )
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         kv = batch.state[self._layer]["kv"]
         heads = self._qkv(hidden).unflatten(1, (-1, self._head_dim))
-        q, k, v = heads.split(self._sizes, dim=1)  # views [T, H, D]
+        q, k, v, *gate = heads.split(self._sizes, dim=1)  # views [T, H, D]
+        if self._head_norms is not None:
+            q_weight, k_weight = self._head_norms
+            q, k = rms_norm(q, q_weight, self._eps), rms_norm(k, k_weight, self._eps)
+        elif self._whole_norms is not None:
+            q_norm, k_norm = self._whole_norms
+            q = q_norm(q.flatten(1)).view(q.shape)
+            k = k_norm(k.flatten(1)).view(k.shape)
         if self._rotary is not None:
             q, k = apply_rotary(
                 q, k, batch.positions, self._cos, self._sin, self._rotary.rotary_dim
@@ -66,4 +100,16 @@ class Attention:
             self._scale,
             batch.num_decode,
         )
+        if self._has_gate:
+            out = out * gate[0].sigmoid()
         return self._o_proj(out.flatten(1))
+
+
+def _query_rows(config: AttentionConfig, first: int, last: int) -> tuple[list[Range], list[Range]]:
+    """Rows of q_proj that hold the queries and the gates of heads `[first, last)`."""
+    width = config.head_dim
+    if not config.has_gate:
+        return [(first * width, last * width)], []
+    starts = [2 * head * width for head in range(first, last)]
+    queries = [(start, start + width) for start in starts]
+    return queries, [(start + width, start + 2 * width) for start in starts]

@@ -4,9 +4,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem.config.model import RotaryConfig
+from tandem.config.model import RotaryConfig, RotaryScaling
 from tandem.layers.parallel import TensorParallel, shard
-from tandem.ops.rotary import rotary_tables
+from tandem.ops.rotary import (
+    rotary_frequencies,
+    rotary_tables,
+    scale_by_channels,
+    scale_by_turns,
+)
 from tandem.state.spec import owned
 
 
@@ -14,7 +19,7 @@ from tandem.state.spec import owned
 class LayerContext:
     """`layer`: index of the decoder layer, key of its state. `dtype`: of weights and activations.
 
-    `name` is how errors call the part, e.g. "layer 3 mamba2".
+    `name` is how errors call the part, e.g. "layer 3 mamba2". `norm_offset`: see `ModelConfig`.
     """
 
     layer: int
@@ -24,6 +29,7 @@ class LayerContext:
     device: torch.device
     tp: TensorParallel
     rotary: "RotaryTables"
+    norm_offset: float = 0.0
 
     def shard(self, units: int, component: str) -> tuple[int, int]:
         """This rank's equal share; raises ShardingError."""
@@ -45,7 +51,24 @@ class RotaryTables:
 
     def get(self, config: RotaryConfig) -> tuple[torch.Tensor, torch.Tensor]:
         if config not in self._tables:
-            self._tables[config] = rotary_tables(
-                config.rotary_dim, self.max_position, config.theta, self.device
-            )
+            frequencies = rotary_frequencies(config.rotary_dim, config.theta, self.device)
+            magnitude = 1.0
+            if config.scaling is not None:
+                frequencies = _scaled(frequencies, config, config.scaling)
+                magnitude = config.scaling.magnitude
+            self._tables[config] = rotary_tables(frequencies, self.max_position, magnitude)
         return self._tables[config]
+
+
+def _scaled(
+    frequencies: torch.Tensor, config: RotaryConfig, scaling: RotaryScaling
+) -> torch.Tensor:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = (scaling.slow_turns, scaling.fast_turns, scaling.original_length)
+    if scaling.kind == "llama3":
+        return scale_by_turns(frequencies, scaling.factor, *turns)
+    assert scaling.kind == "yarn", scaling
+    return scale_by_channels(
+        frequencies, scaling.factor, *turns, config.theta, is_rounded=scaling.is_rounded
+    )

@@ -66,8 +66,17 @@ class Weight:
 Tensors = Mapping[str, torch.Tensor]
 
 
-def whole(name: str, shape: Sequence[int], dtype: torch.dtype, *, offset: float = 0.0) -> Weight:
-    return Weight((Piece(name, tuple(shape)),), dtype, offset=offset)
+def whole(name: str, shape: Sequence[int], dtype: torch.dtype) -> Weight:
+    return Weight((Piece(name, tuple(shape)),), dtype)
+
+
+def norm_weight(
+    name: str, size: int, dtype: torch.dtype, offset: float, rows: Range | None = None
+) -> Weight:
+    """The scale of a norm over `size` channels; fp32 where an offset is added: 1 + w loses what is
+    small in w when the sum is kept in 16 bits."""
+    piece = Piece(name, (size,), 0, None if rows is None else (rows,))
+    return Weight((piece,), torch.float32 if offset else dtype, offset=offset)
 
 
 def part(

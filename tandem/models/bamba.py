@@ -1,5 +1,7 @@
 """Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba-2 or rotary attention, then a gated MLP."""
 
+from dataclasses import replace
+
 from tandem.config.build import build_model_config
 from tandem.config.keys import MAX_HEADS, MAX_LAYERS, Keys
 from tandem.config.model import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, ModelConfig
@@ -22,7 +24,7 @@ def _read(keys: Keys) -> ModelConfig:
         head_dim=head_dim,
         scale=head_dim**-0.5,
         has_bias=keys.flag("attention_bias", False),
-        rotary=check_rotary(keys, rotary_dim, head_dim, rotary.theta),
+        rotary=check_rotary(keys, replace(rotary, rotary_dim=rotary_dim), head_dim),
     )
     mamba = _mamba(keys, norm_eps)
     keys.one_of("hidden_act", ("silu",), "silu")

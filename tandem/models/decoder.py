@@ -34,7 +34,7 @@ from tandem.layers.mlp import Mlp
 from tandem.layers.moe import Moe
 from tandem.layers.parallel import TensorParallel
 from tandem.layers.short_conv import ShortConv
-from tandem.layers.weight import Tensors, Weight, whole
+from tandem.layers.weight import Tensors, Weight, norm_weight
 from tandem.models.family import Branch, Family
 from tandem.models.names import stored_weight
 from tandem.ops.norm import add_rms_norm, rms_norm
@@ -97,9 +97,7 @@ class Decoder:
         vocab = (config.vocab_size, hidden_size, dtype, tp)
 
         def norm(name: str) -> Weight:
-            # 1 + w loses what is small in w when the sum is kept in 16 bits.
-            own = torch.float32 if config.norm_offset else dtype
-            return whole(prefix + name, (hidden_size,), own, offset=config.norm_offset)
+            return norm_weight(prefix + name, hidden_size, dtype, config.norm_offset)
 
         weights = {
             _EMBEDDING: vocab_weight(prefix + family.embedding, *vocab),
@@ -206,6 +204,7 @@ def _branches(
                     device=device,
                     tp=tp,
                     rotary=rotary,
+                    norm_offset=config.norm_offset,
                 ),
             )
 

@@ -1,9 +1,10 @@
 """What several families spell alike in config.json: heads, rotary positions, layer lists."""
 
+import math
 from collections.abc import Mapping, Sequence
 
-from tandem.config.keys import MAX_HEADS, Keys
-from tandem.config.model import RotaryConfig
+from tandem.config.keys import MAX_HEADS, MAX_POSITION, Keys
+from tandem.config.model import RotaryConfig, RotaryScaling
 from tandem.errors import ModelError
 
 
@@ -30,23 +31,67 @@ def read_rotary(
 ) -> RotaryConfig:
     """`theta`, `partial`: of a config that does not say."""
     rope = keys.section("rope_parameters", "rope_scaling")
-    rope_type = rope.get("rope_type", "type", default="default")
-    if rope_type != "default":
-        raise ModelError(
-            f"{keys.source}: rope_type={rope_type!r} is not supported for "
-            f"{keys.get('model_type')}; expected 'default'"
-        )
     theta = rope.number("rope_theta", default=keys.number("rope_theta", default=theta))
     partial = rope.number(
         "partial_rotary_factor", default=keys.number("partial_rotary_factor", default=partial)
     )
-    return check_rotary(keys, int(head_dim * min(partial, MAX_HEADS)), head_dim, theta)
+    rotary_dim = int(head_dim * min(partial, MAX_HEADS))
+    return check_rotary(keys, RotaryConfig(rotary_dim, theta, _scaling(keys, rope)), head_dim)
 
 
-def check_rotary(keys: Keys, rotary_dim: int, head_dim: int, theta: float) -> RotaryConfig:
-    if rotary_dim % 2 or rotary_dim > head_dim:
-        raise ModelError(f"{keys.source}: {rotary_dim} rotary dimensions of a {head_dim} wide head")
-    return RotaryConfig(rotary_dim, theta)
+def _scaling(keys: Keys, rope: Keys) -> RotaryScaling | None:
+    # `type` is the older name. mrope gives text tokens the same position on each of its axes.
+    kind = rope.get("rope_type", "type", default="default")
+    if kind in ("default", "mrope"):
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ModelError(
+            f"{keys.source}: rope_type={kind!r} is not supported; expected one of default, "
+            "linear, llama3, yarn"
+        )
+    longest = keys.integer("max_position_embeddings", default=1 << 18, maximum=MAX_POSITION)
+    length = rope.integer("original_max_position_embeddings", default=longest, maximum=MAX_POSITION)
+    factor = rope.number("factor", default=longest / length)
+    if kind == "linear":
+        return RotaryScaling(kind, factor)
+    if kind == "llama3":
+        slow = rope.number("low_freq_factor", default=1.0)
+        fast = rope.number("high_freq_factor", default=4.0)
+        if not slow < fast:
+            raise ModelError(
+                f"{keys.source}: low_freq_factor={slow} is not below high_freq_factor={fast}"
+            )
+        return RotaryScaling(kind, factor, length, slow, fast)
+    magnitude = rope.number("attention_factor", default=_yarn_magnitude(rope, factor))
+    return RotaryScaling(
+        kind,
+        factor,
+        length,
+        slow_turns=rope.number("beta_slow", default=1.0),
+        fast_turns=rope.number("beta_fast", default=32.0),
+        magnitude=magnitude,
+        is_rounded=rope.flag("truncate", True),
+    )
+
+
+def _yarn_magnitude(rope: Keys, factor: float) -> float:
+    """Peng et al. 2023, arXiv:2309.00071, section 3.3, and DeepSeek's ratio of two of them."""
+    if factor <= 1:
+        return 1.0
+    if rope.has("mscale") and rope.has("mscale_all_dim"):
+        scale = rope.number("mscale", default=1.0)
+        scale_all = rope.number("mscale_all_dim", default=1.0)
+        return (0.1 * scale * math.log(factor) + 1) / (0.1 * scale_all * math.log(factor) + 1)
+    return 0.1 * math.log(factor) + 1
+
+
+def check_rotary(keys: Keys, rotary: RotaryConfig, head_dim: int) -> RotaryConfig:
+    """`rotary`, if its channels are pairs within a head; raises ModelError."""
+    if rotary.rotary_dim % 2 or rotary.rotary_dim > head_dim:
+        raise ModelError(
+            f"{keys.source}: {rotary.rotary_dim} rotary dimensions of a {head_dim} wide head"
+        )
+    return rotary
 
 
 def check_groups(keys: Keys, num_heads: int, num_groups: int) -> None:

@@ -1,5 +1,12 @@
-"""Rotary position embedding: the tables, and their application to queries and keys."""
+"""Rotary position embedding; see `reference` and, for long contexts, `scaling`."""
 
-from tandem.ops.rotary.reference import apply_rotary, rotary_tables
+from tandem.ops.rotary.reference import apply_rotary, rotary_frequencies, rotary_tables
+from tandem.ops.rotary.scaling import scale_by_channels, scale_by_turns
 
-__all__ = ["apply_rotary", "rotary_tables"]
+__all__ = [
+    "apply_rotary",
+    "rotary_frequencies",
+    "rotary_tables",
+    "scale_by_channels",
+    "scale_by_turns",
+]

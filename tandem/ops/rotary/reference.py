@@ -3,16 +3,23 @@
 import torch
 
 
-def rotary_tables(
-    rot_dim: int, max_positions: int, theta: float, device: torch.device | str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), fp32 [max_positions, rot_dim / 2], of angles position * theta^(-2i / rot_dim)."""
+def rotary_frequencies(
+    rot_dim: int, theta: float, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """theta^(-2i / rot_dim), radians a token, fp32 [rot_dim / 2]."""
     exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32, device=device) / rot_dim
-    frequencies = 1.0 / theta**exponents
-    angles = torch.outer(
-        torch.arange(max_positions, dtype=torch.float32, device=device), frequencies
-    )
-    return angles.cos(), angles.sin()
+    return 1.0 / theta**exponents
+
+
+def rotary_tables(
+    frequencies: torch.Tensor, max_positions: int, magnitude: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) of angles position * frequency, times `magnitude`: fp32 [max_positions, F]."""
+    positions = torch.arange(max_positions, dtype=torch.float32, device=frequencies.device)
+    angles = torch.outer(positions, frequencies)
+    if magnitude == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def apply_rotary(

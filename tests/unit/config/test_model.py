@@ -14,6 +14,7 @@ from tandem.config.model import (
     ModelConfig,
     MoeConfig,
     RotaryConfig,
+    RotaryScaling,
 )
 from tandem.errors import ModelError
 from tandem.models.registry import load_model_config
@@ -239,6 +240,51 @@ def test_bamba_9b(load) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, RotaryScaling("linear", 4.0)),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            RotaryScaling("llama3", 8.0, 8192, 1.0, 4.0),
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            RotaryScaling("yarn", 4.0, 32768, magnitude=0.1 * math.log(4) + 1),
+        ),
+        (
+            {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+            RotaryScaling(
+                "yarn",
+                40.0,
+                262144,
+                magnitude=(0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1),
+            ),
+        ),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "attention_factor": 1.5,
+                "beta_fast": 16,
+                "beta_slow": 2,
+                "truncate": False,
+            },
+            RotaryScaling("yarn", 2.0, 262144, 2.0, 16.0, 1.5, False),
+        ),
+    ],
+)
+def test_rotary_positions_for_long_contexts(load, rope: dict[str, Any], expected) -> None:
+    attention = only(load({**BAMBA_9B, "rope_scaling": rope}), AttentionConfig)
+    assert attention.rotary == RotaryConfig(64, 10000.0, expected)
+
+
+@pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({}, RotaryConfig(64, 10000.0)),
@@ -350,7 +396,7 @@ def test_fingerprint_changes_with_what_state_means(load) -> None:
         (BAMBA_9B, {"attn_layer_indices": [32]}, r"attn_layer_indices=\[32\]; expected.*0\.\.31"),
         (BAMBA_9B, {"attn_layer_indices": 3}, "attn_layer_indices=3; expected a list"),
         (BAMBA_9B, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        (BAMBA_9B, {"rope_scaling": {"type": "yarn"}}, "rope_type='yarn' is not supported"),
+        (BAMBA_9B, {"rope_scaling": {"type": "longrope"}}, "rope_type='longrope' is not supported"),
         (BAMBA_9B, {"attn_rotary_emb": 129}, "129 rotary dimensions of a 128 wide head"),
         (NANO_9B_V2, {"model_type": ["nemotron_h"]}, r"model_type=\['nemotron_h'\].*supported"),
         (NANO_9B_V2, {"model_type": "x", "architectures": 5}, r"architectures: 5\) is not"),

@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +21,31 @@ def expected(config: AttentionConfig, stored: dict[str, torch.Tensor]) -> torch.
         out = F.linear(X, stored[f"{name}_proj.weight"], stored.get(f"{name}_proj.bias"))
         return out.view(NUM_TOKENS, count, config.head_dim).transpose(0, 1)
 
-    q, k = heads("q", config.num_heads), heads("k", config.num_kv_heads)
-    v = heads("v", config.num_kv_heads)
+    q = heads("q", config.num_heads * (2 if config.has_gate else 1))
+    k, v = heads("k", config.num_kv_heads), heads("v", config.num_kv_heads)
+    gate = torch.tensor(torch.inf)
+    if config.has_gate:
+        q, gate = q[0::2], q[1::2]
+    if config.qk_norm == "head":
+        q, k = _norm(q, stored["q_norm.weight"]), _norm(k, stored["k_norm.weight"])
+    elif config.qk_norm == "whole":
+        q, k = (
+            _norm(x.transpose(0, 1).flatten(1), stored[f"{name}_norm.weight"])
+            .view(NUM_TOKENS, -1, config.head_dim)
+            .transpose(0, 1)
+            for name, x in (("q", q), ("k", k))
+        )
     if config.rotary is not None:
         q, k = _rotate(q, config.rotary), _rotate(k, config.rotary)
     out = F.scaled_dot_product_attention(
         q[None], k[None], v[None], is_causal=True, scale=config.scale, enable_gqa=True
     )[0]
-    flat = out.transpose(0, 1).flatten(1)
+    flat = (out * gate.sigmoid()).transpose(0, 1).flatten(1)
     return F.linear(flat, stored["o_proj.weight"], stored.get("o_proj.bias"))
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
 def _rotate(x: torch.Tensor, rotary: RotaryConfig) -> torch.Tensor:
@@ -60,11 +77,20 @@ def batch(kv: torch.Tensor, start: int, stop: int) -> ForwardBatch:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("rotary", [None, RotaryConfig(4, 100.0), RotaryConfig(8, 1e4)])
+@pytest.mark.parametrize(
+    ("rotary", "options"),
+    [
+        (None, {}),
+        (RotaryConfig(4, 100.0), {"has_out_bias": True}),
+        (RotaryConfig(8, 1e4), {"qk_norm": "head", "has_gate": True}),
+        (None, {"qk_norm": "whole", "has_out_bias": False}),
+    ],
+    ids=str,
+)
 def test_ranks_share_heads_over_paged_kv(
-    tp: int, num_kv_heads: int, rotary: RotaryConfig | None
+    tp: int, num_kv_heads: int, rotary: RotaryConfig | None, options: dict[str, Any]
 ) -> None:
-    config = AttentionConfig(4, num_kv_heads, 8, 0.3, num_kv_heads == 2, rotary)
+    config = AttentionConfig(4, num_kv_heads, 8, 0.3, num_kv_heads == 2, rotary, **options)
     stored = stored_tensors(Attention, config)
 
     def run(rank: ThreadRank) -> torch.Tensor:

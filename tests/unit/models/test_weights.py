@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.errors import ModelError
-from tandem.layers.weight import Piece, Weight, part, whole
+from tandem.layers.weight import Piece, Weight, norm_weight, part, whole
 from tandem.models import weights as module
 from tandem.models.weights import Checkpoint, load_weights
 
@@ -84,7 +84,7 @@ def test_entries_of_a_stacked_tensor_are_joined_scaled_and_moved(
             "stack": Weight(tuple(pieces), torch.float32, is_stacked=True, pieces_each=2),
             "scaled": Weight((scaled,), torch.float32),
             "columns": Weight((columns,), torch.float32),
-            "moved": whole("v", (10,), torch.float32, offset=1.0),
+            "moved": norm_weight("v", 10, torch.float32, 1.0),
         },
     )
     assert torch.equal(found["stack"], torch.cat([stacked[:, 5:7], stacked[:, :2]], dim=1))

@@ -5,7 +5,7 @@ import torch
 from transformers import BambaConfig
 from transformers.models.bamba.modeling_bamba import BambaRotaryEmbedding, apply_rotary_pos_emb
 
-from tandem.ops.rotary.reference import apply_rotary, rotary_tables
+from tandem.ops.rotary.reference import apply_rotary, rotary_frequencies, rotary_tables
 from tests.tolerances import assert_close
 
 
@@ -31,7 +31,7 @@ def test_rotary_turns_channel_pairs(head_dim, rot_dim, positions, dtype):
     positions = torch.tensor(positions, dtype=torch.int64)
     q = randn(len(positions), 6, head_dim).to(dtype)
     k = randn(len(positions), 2, head_dim, seed=1).to(dtype)
-    cos, sin = rotary_tables(rot_dim, 64, 10000.0)
+    cos, sin = rotary_tables(rotary_frequencies(rot_dim, 10000.0), 64)
     turned_q, turned_k = apply_rotary(q, k, positions, cos, sin, rot_dim)
 
     assert turned_q.dtype == turned_k.dtype == dtype
@@ -58,7 +58,7 @@ def test_rotary_equals_transformers(partial):
     expected_q, expected_k = apply_rotary_pos_emb(
         q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), cos, sin
     )
-    tables = rotary_tables(int(16 * partial), 256, 5000.0)
+    tables = rotary_tables(rotary_frequencies(int(16 * partial), 5000.0), 256)
     turned_q, turned_k = apply_rotary(q, k, positions, *tables, int(16 * partial))
     assert_close(turned_q, expected_q.squeeze(0).transpose(0, 1))
     assert_close(turned_k, expected_k.squeeze(0).transpose(0, 1))
