@@ -19,6 +19,7 @@ from tandem.config.model import (
     MlpConfig,
     ModelConfig,
     MoeConfig,
+    RgLruConfig,
     ShortConvConfig,
 )
 from tandem.layers.attention import Attention
@@ -33,6 +34,7 @@ from tandem.layers.mamba2 import Mamba2
 from tandem.layers.mlp import Mlp
 from tandem.layers.moe import Moe
 from tandem.layers.parallel import TensorParallel
+from tandem.layers.rg_lru import RgLru
 from tandem.layers.short_conv import ShortConv
 from tandem.layers.weight import Tensors, Weight, norm_weight
 from tandem.models.family import Branch, Family
@@ -51,6 +53,7 @@ LAYERS: dict[type, Any] = {
     GatedDeltaConfig: GatedDelta,
     KimiDeltaConfig: KimiDelta,
     LinearAttentionConfig: LinearAttention,
+    RgLruConfig: RgLru,
     AttentionConfig: Attention,
     MlpConfig: Mlp,
     MoeConfig: Moe,
