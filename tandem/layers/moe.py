@@ -5,7 +5,6 @@ even whatever the router chooses.
 """
 
 import torch
-import torch.nn.functional as F
 
 from tandem.config.model import MlpConfig, MoeConfig
 from tandem.layers.batch import ForwardBatch
@@ -13,7 +12,7 @@ from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
 from tandem.layers.mlp import Mlp
 from tandem.layers.weight import Piece, Tensors, Weight, linear, whole
-from tandem.ops.experts import experts_mlp, route
+from tandem.ops.experts import Router, experts_mlp
 
 _SHARED = "shared_experts."
 
@@ -52,8 +51,15 @@ class Moe:
     def __init__(self, config: MoeConfig, context: LayerContext, tensors: Tensors) -> None:
         self._config = config
         self._tp = context.tp
-        self._gate = tensors["gate.weight"]
-        self._correction_bias = tensors["gate.bias"]
+        self._router = Router(
+            tensors["gate.weight"],
+            tensors["gate.bias"],
+            config.top_k,
+            config.num_groups,
+            config.topk_groups,
+            config.normalize_weights,
+            config.scaling_factor,
+        )
         self._up = tensors["up"]  # [E, I, h]
         self._down = tensors["down"]  # [E, h, I]
         has_latent = config.latent_size is not None
@@ -67,15 +73,7 @@ class Moe:
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         config = self._config
-        weights, ids = route(
-            F.linear(hidden.float(), self._gate),
-            self._correction_bias,
-            config.top_k,
-            config.num_groups,
-            config.topk_groups,
-            config.normalize_weights,
-            config.scaling_factor,
-        )
+        weights, ids = self._router(hidden)
         if batch.routing is not None:
             batch.routing.append(ids)
         inner = hidden if self._to_latent is None else self._to_latent(hidden)

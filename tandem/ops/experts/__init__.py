@@ -7,8 +7,9 @@ import torch
 
 from tandem.ops.dispatch import choose
 from tandem.ops.experts import reference
+from tandem.ops.experts.router import Router
 
-__all__ = ["experts_mlp", "route"]
+__all__ = ["Router", "experts_mlp", "route"]
 
 
 def route(
