@@ -19,6 +19,8 @@ from tandem.models.registry import load_model_config
 from tandem.runner.memory import Arena, build_arena
 from tandem.state.arena import build_geometry
 from tandem.state.spec import build_state_spec
+from tandem.transfer.layout import RankLayout
+from tandem.transfer.plan import Placement, build_rank_plans
 from tandem.units import ceil_div
 
 CPU = torch.device("cpu")
@@ -149,6 +151,27 @@ class Stepper:
             result[place] = part
             self._num_computed[rows[place][0]] += len(rows[place][1])
         return result
+
+    def read_from(self, source: "Stepper", source_sequence: int, *, sequence: int) -> None:
+        """A sequence's state comes from another model's ranks, by the plans of the transfer."""
+        num_tokens = source._num_computed[source_sequence]
+        src_layouts = [RankLayout(0, arena.spec, arena.geometry) for _, arena in source._ranks]
+        for _, arena in self._ranks:
+            layout = RankLayout(0, arena.spec, arena.geometry)
+            for plan in build_rank_plans(src_layouts, layout):
+                sides = (source._placement(source_sequence), self._placement(sequence))
+                ids = plan.read_ids(0, num_tokens, *sides)
+                ours, lengths = plan.local.intervals(ids.local)
+                theirs, _ = plan.remote.intervals(ids.remote)
+                remote = source._ranks[plan.src_rank][1].buffer
+                for to, start, nbytes in zip(ours, theirs, lengths, strict=True):
+                    arena.buffer[to : to + nbytes] = remote[start : start + nbytes]
+        self._num_computed[sequence] = num_tokens
+
+    def _placement(self, sequence: int) -> Placement:
+        slot = int(self._slots[sequence])
+        is_kept = self._ranks[0][1].geometry.slots_per_slab > 0
+        return Placement(self._pages[sequence].tolist(), slot if is_kept else None)
 
     def _is_decode(self, sequence: int, tokens: Sequence[int]) -> bool:
         return len(tokens) == 1 and self._num_computed[sequence] > 0
