@@ -71,6 +71,9 @@ class ThreadRank:
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat(self._group.exchange(self.rank, tensor), dim=dim)
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._group.exchange(self.rank, tensor)[0])
+
 
 class Stepper:
     """One model over one arena a rank. Every byte that no owner has written is NaN.

@@ -231,6 +231,9 @@ class CacheManager:
         self._num_evicted += num_evicted
         return num_evicted
 
+    def is_active(self, request_id: str) -> bool:
+        return request_id in self._active
+
     def state(self, request_id: str) -> SequenceState:
         """What an active request owns."""
         return self._active[request_id]

@@ -76,6 +76,9 @@ class SchedulerOptions:
         30.0, "how long running answers and held prefills may last once the server is stopped"
     )
     budget_tokens: int = setting(2048, "tokens of one step; longer prompts are prefilled in chunks")
+    overlap: str = setting(
+        "auto", "plan a step while the one before runs: on, off, or auto (on with a GPU)"
+    )
     decode_graphs: str = setting(
         "auto",
         "decode steps recorded as CUDA graphs: auto (on a GPU, for numbers of rows up to "
@@ -83,6 +86,10 @@ class SchedulerOptions:
     )
 
     def __post_init__(self) -> None:
+        _require(
+            self.overlap in ("auto", "on", "off"),
+            f"overlap={self.overlap!r}; expected auto, on or off",
+        )
         rows = self.decode_graphs.split(",")
         _require(
             self.decode_graphs in ("auto", "off")

@@ -1,13 +1,15 @@
 """The core of an engine: scheduler, cache, transfers and ranks, turned by one loop.
 
-`step()` does one turn: reads move on, ended leases free their memory, the next plan runs on every
-rank, and what came out is returned. It never waits for a peer. Not thread-safe, except `check` and
-`stats`.
+`step()` does one turn: reads move on, ended leases free their memory, the next plan starts on every
+rank, and what came out of the oldest plan is returned. With overlapped steps that is the plan
+before, so that the device works while the host takes in, tells and plans. It never waits for a
+peer, and for a plan only when as many run as may. Not thread-safe, except `check` and `stats`.
 """
 
 import random
 import time
 import uuid
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from tandem.errors import EngineDeadError, LeaseError, RequestError, TandemError
 from tandem.log import get_logger
 from tandem.models.weights import weight_files
 from tandem.models.weights_digest import digest_weights
-from tandem.runner.worker import model_config
+from tandem.runner.worker import model_config, plans_in_flight
 from tandem.scheduler.policy import build_request, check_request
 from tandem.scheduler.request import EngineRequest, Request, RequestState, TokenDelta
 from tandem.scheduler.scheduler import Scheduler
@@ -126,6 +128,9 @@ class EngineCore:
             tp=config.parallel.tp,
         )
         self._can_run = False
+        self._max_plans = plans_in_flight(config)
+        self._plans: deque[tuple[StepPlan, float]] = deque()  # that run, with their starts
+        self._last_end = 0.0  # of a plan
         self._num_failed_steps = 0
         self._num_steps = 0
         self._compute_s = 0.0
@@ -326,12 +331,17 @@ class EngineCore:
         if self._reads is not None:
             self._advance_reads(self._reads)
         plan = self._scheduler.schedule()
-        self._can_run = plan is not None
+        if plan is not None:
+            self.watch.planned(plan)
+            self._plans.append((plan, time.monotonic()))
+            self._executor.submit(plan)
+        is_due = len(self._plans) == self._max_plans or (plan is None and bool(self._plans))
+        self._can_run = plan is not None or is_due
         # What waits for peers ends by itself; what waits here must run.
         is_waiting = self._scheduler.has_work() and not self.is_waiting()
-        if plan is not None or not is_waiting:
+        if self._can_run or not is_waiting:
             self._last_step = time.monotonic()
-        deltas = self._run(plan) if plan is not None else self._scheduler.take_deltas()
+        deltas = self._collect() if is_due else self._scheduler.take_deltas()
         if self._holds is not None:
             deltas = [self._with_ticket(self._holds, delta) for delta in deltas]
             self.watch.freed(self._cache.is_held)
@@ -382,18 +392,21 @@ class EngineCore:
             self._let_go(finished)
         return []
 
-    def _run(self, plan: StepPlan) -> list[TokenDelta]:
-        started = time.monotonic()
-        self.watch.planned(plan)
+    def _collect(self) -> list[TokenDelta]:
+        """Wait for the oldest plan that runs, and take in what came out of it."""
+        plan, started = self._plans.popleft()
         try:
-            result = self._executor.execute(plan)
+            result = self._executor.collect()
         except EngineDeadError:
             raise
         except Exception as error:
             return self._fail_step(plan, error)
         self._num_failed_steps = 0
         self._num_steps += 1
-        self._compute_s += time.monotonic() - started
+        now = time.monotonic()
+        # While two plans run, one of them waits for the other.
+        self._compute_s += now - max(started, self._last_end)
+        self._last_end = now
         self.watch.sampled(plan)
         deltas = self._scheduler.update(plan, result)
         if self._holds is not None:
@@ -402,14 +415,23 @@ class EngineCore:
         return deltas
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[TokenDelta]:
-        """A step that failed costs its own requests and no others."""
+        """A step that failed costs its own requests and no others. A step that was planned behind
+        it cannot be believed: what it alone computed is computed again."""
         log.error("step %d failed: %s: %s", plan.step_id, type(error).__name__, error)
         self._num_failed_steps += 1
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise EngineDeadError(f"{_MAX_FAILED_STEPS} steps in a row failed; last: {error}")
         for chunk in plan.chunks:
             self._scheduler.fail(chunk.request_id, f"the step failed: {error}")
-        return self._scheduler.cancel(plan)
+        while self._plans:
+            later, _ = self._plans.popleft()
+            try:
+                self._executor.collect()
+            except EngineDeadError:
+                raise
+            except Exception as also:
+                log.error("so did step %d: %s: %s", later.step_id, type(also).__name__, also)
+        return self._scheduler.cancel()
 
     # --- what is going on ---
 

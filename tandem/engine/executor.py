@@ -6,6 +6,7 @@ nothing.
 
 import subprocess
 import time
+from collections import deque
 from typing import Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ import zmq
 from tandem.config.engine import EngineConfig
 from tandem.engine.child import end, make_folder, remove_folder, spawn
 from tandem.engine.messages import (
+    Collect,
     Execute,
     Failure,
     FromRank,
@@ -26,7 +28,7 @@ from tandem.engine.messages import (
     ToRank,
 )
 from tandem.errors import EngineDeadError
-from tandem.runner.model_runner import ModelRunner
+from tandem.runner.model_runner import ModelRunner, PendingStep
 from tandem.runner.worker import Worker
 from tandem.scheduler.step import StepPlan, StepResult
 from tandem.transfer.layout import PeerInfo, RankInfo
@@ -50,11 +52,16 @@ class Mover(Protocol):
 
 
 class Executor(Mover, Protocol):
-    """What the engine loop needs of its ranks. `check` raises EngineDeadError if one is lost."""
+    """What the engine loop needs of its ranks. `check` raises EngineDeadError if one is lost.
+
+    `submit` starts a plan, `collect` waits for the end of the oldest one that was submitted; it
+    raises what that plan has failed with, wherever it did. Ranks obey commands in order.
+    """
 
     ranks: list[RankInfo]
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def submit(self, plan: StepPlan) -> None: ...
+    def collect(self) -> StepResult: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
 
@@ -65,14 +72,24 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig, num_slabs: int, engine_id: str) -> None:
         self._worker = Worker(config, rank=0, num_slabs=num_slabs, engine_id=engine_id)
         self.ranks = [self._worker.rank_info] if self._worker.rank_info is not None else []
+        self._pending: deque[PendingStep | Exception] = deque()
 
     @property
     def runner(self) -> ModelRunner:
         """For benchmarks, which ask it where the time went."""
         return self._worker.runner
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self._worker.execute(plan)
+    def submit(self, plan: StepPlan) -> None:
+        try:
+            self._pending.append(self._worker.submit(plan))
+        except Exception as error:  # told by collect(), after the ends of older steps
+            self._pending.append(error)
+
+    def collect(self) -> StepResult:
+        pending = self._pending.popleft()
+        if isinstance(pending, Exception):
+            raise pending
+        return pending.result()
 
     def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
         self._worker.post_move(peer, command)
@@ -91,7 +108,7 @@ class LocalExecutor:
 
 
 class ProcessExecutor:
-    """One process per rank; every command goes to all ranks and is answered by all."""
+    """One process per rank; every command goes to all ranks, and all but Execute are answered."""
 
     def __init__(
         self,
@@ -170,16 +187,14 @@ class ProcessExecutor:
         Raises: what the ranks failed with, if they all answered; EngineDeadError if one did not,
         because the others may then wait for it inside a collective for ever.
         """
-        data = self._encoder.encode(message)
-        for socket in self._sockets:
-            self._send(socket, data)
+        self._tell(message)
         replies: dict[int, FromRank] = {}
         deadline = time.monotonic() + STEP_TIMEOUT_S
         while len(replies) < len(self._sockets):
             for socket, _ in self._poller.poll(500):
                 rank = self._sockets.index(socket)
-                replies[rank] = self._decoder.decode(socket.recv())
-                if isinstance(replies[rank], Failure):
+                reply = replies[rank] = self._decoder.decode(socket.recv())
+                if _tells_failure(reply):
                     deadline = min(deadline, time.monotonic() + _FAILURE_GRACE_S)
             if len(replies) == len(self._sockets):
                 break
@@ -197,6 +212,11 @@ class ProcessExecutor:
             result = reply.result if rank == 0 else result
         return result
 
+    def _tell(self, message: ToRank) -> None:
+        data = self._encoder.encode(message)
+        for socket in self._sockets:
+            self._send(socket, data)
+
     def _send(self, socket: "zmq.Socket[bytes]", data: bytes) -> None:
         """Raises: EngineDeadError if a rank has ended: a socket without a peer blocks for ever."""
         while True:
@@ -208,8 +228,11 @@ class ProcessExecutor:
             else:
                 return
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self._command(Execute(plan))
+    def submit(self, plan: StepPlan) -> None:
+        self._tell(Execute(plan))
+
+    def collect(self) -> StepResult:
+        result = self._command(Collect())
         assert result is not None
         return result
 
@@ -242,6 +265,10 @@ class ProcessExecutor:
             socket.close(linger=0)
         self._context.term()
         remove_folder(self._folder)
+
+
+def _tells_failure(reply: FromRank) -> bool:
+    return isinstance(reply, Failure) or (isinstance(reply, RankReply) and reply.has_failed)
 
 
 def start_executor(

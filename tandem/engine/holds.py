@@ -56,6 +56,8 @@ class HoldDesk:
         prefill.attempt += chunk.start == 0
         if chunk.sample:
             return  # it is finished, and has been held or freed
+        if not self._cache.is_active(request_id):
+            return  # ended while the step ran
         num_tokens = chunk.start + len(chunk.token_ids)
         pages = self._cache.state(request_id).pages[: self._cache.pages_for(num_tokens)]
         progress = Progress(

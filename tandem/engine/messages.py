@@ -148,7 +148,13 @@ ToFrontend = EngineInfo | Failure | Deltas | Refused | Heartbeat | Detail
 
 
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
+    """The only command without an answer; that of Collect is its own."""
+
     plan: StepPlan
+
+
+class Collect(msgspec.Struct, frozen=True, tag="collect"):
+    """Asks for the end of the oldest step that was not collected yet."""
 
 
 class PostMove(msgspec.Struct, frozen=True, tag="post"):
@@ -164,7 +170,7 @@ class PollMoves(msgspec.Struct, frozen=True, tag="poll"):
     pass
 
 
-ToRank = Execute | PostMove | GiveUp | PollMoves
+ToRank = Execute | Collect | PostMove | GiveUp | PollMoves
 
 # --- rank -> core ---
 
@@ -175,10 +181,15 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RankReply(msgspec.Struct, frozen=True, tag="reply"):
-    """Answer to every command: the step's samples (rank 0 after Execute) and finished reads."""
+    """Answer to every command but Execute: the step's samples (after Collect) and finished reads.
+
+    has_failed: a step that is yet to be collected has failed on this rank, so that others may wait
+        for it for ever.
+    """
 
     result: StepResult | None
     reads: list[MoveEvent]
+    has_failed: bool = False
 
 
 FromRank = RankReady | RankReply | Failure

@@ -26,6 +26,10 @@ class TensorParallel(Protocol):
         """The tensors of all ranks, equal in shape, joined along `dim` in rank order."""
         ...
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite the tensor, contiguous and equal in shape everywhere, with rank 0's."""
+        ...
+
 
 class SingleRank:
     """The whole model on one rank: collectives return their argument."""
@@ -38,6 +42,9 @@ class SingleRank:
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        pass
 
 
 class ProcessGroup:
@@ -62,6 +69,9 @@ class ProcessGroup:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor, group=self._group)
         return torch.cat(parts, dim=dim)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=0)
 
 
 def shard(units: int, tp: TensorParallel, component: str) -> tuple[int, int]:

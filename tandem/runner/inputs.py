@@ -211,13 +211,13 @@ class InputBuilder:
         assert bool((is_known | ~is_pending).all()), "a pending token that was not just sampled"
         return np.where(is_pending, self._last_place[own], 0)
 
-    def plan_sampling(self, rows: np.ndarray) -> SamplingPlan:
-        """One token is sampled for each of `rows`, in this order: counts it from now on."""
-        assert self._sampling is not None, "this rank does not sample"
+    def plan_sampling(self, rows: np.ndarray) -> SamplingPlan | None:
+        """One token is sampled for each of `rows`, in this order: counts it from now on. None on a
+        rank that does not sample: it only knows where the tokens are."""
         self._num_sampling_steps += 1
         self._last_place[rows] = np.arange(len(rows))
         self._last_step[rows] = self._num_sampling_steps
-        return self._sampling.plan(rows)
+        return None if self._sampling is None else self._sampling.plan(rows)
 
 
 def _grown(table: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:

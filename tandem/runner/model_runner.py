@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from tandem.layers.parallel import SingleRank, TensorParallel
 from tandem.models.loader import Model
 from tandem.runner.graphs import DecodeGraphs
 from tandem.runner.inputs import HostBatch, InputBuilder, forward_batch
 from tandem.runner.memory import Arena
 from tandem.runner.sampler import SampledTokens, sample
 from tandem.runner.sampling_table import SamplingPlan, SamplingTable
-from tandem.runner.staging import Staging
+from tandem.runner.staging import Mark, Staging
 from tandem.scheduler.step import Sample, StepPlan, StepResult
 
 
@@ -39,23 +40,24 @@ class PendingStep:
         self,
         step_id: int,
         request_ids: list[str],
-        sampled: SampledTokens | None,
+        sampled: SampledTokens | Mark,
         times: RunnerTimes,
     ) -> None:
+        """sampled: tokens of the step, or its end where none is sampled."""
         self._step_id = step_id
         self._request_ids = request_ids
         self._sampled = sampled
         self._times = times
 
     def result(self) -> StepResult:
-        """Waits for the device."""
-        if self._sampled is None:
-            return StepResult(self._step_id, [])
+        """Waits for the device, whatever the step has sampled: its last write to pages and slots
+        lies behind then, and others may read them or take them over."""
         start = time.perf_counter()
-        tokens, logprobs = self._sampled.wait()
+        found = self._sampled.wait()
         self._times.wait_s += time.perf_counter() - start
-        samples = list(map(Sample, self._request_ids, tokens, logprobs))
-        return StepResult(self._step_id, samples)
+        if found is None:
+            return StepResult(self._step_id, [])
+        return StepResult(self._step_id, list(map(Sample, self._request_ids, *found)))
 
 
 class ModelRunner:
@@ -69,8 +71,8 @@ class ModelRunner:
         sampling: parameters of requests, on the rank that samples; others return empty results.
         sampled: int64 [most rows of a step], where tokens stay for the next step.
         graphs: recorded decode steps; None runs every step launch by launch.
-
-    Pending tokens (scheduler.step.PENDING_TOKEN) are known to the rank that samples alone.
+        parallel: the ranks, to which the one that samples tells pending tokens
+            (scheduler.step.PENDING_TOKEN).
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class ModelRunner:
         sampling: SamplingTable | None,
         sampled: torch.Tensor,
         graphs: DecodeGraphs | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
         self._model = model
         self._arena = arena
@@ -90,6 +93,7 @@ class ModelRunner:
         self._sampling = sampling
         self._sampled = sampled
         self._graphs = graphs
+        self._parallel = parallel or SingleRank()
         self._routing: list[torch.Tensor] | None = None
         self.times = RunnerTimes()
 
@@ -108,9 +112,11 @@ class ModelRunner:
         sampled = [row for row, wanted in enumerate(is_sampled) if wanted]
         is_whole = len(sampled) == len(plan.chunks)
         sampling: SamplingPlan | None = None
-        if sampled and self._sampling is not None:
+        if sampled:
             sampling = self._inputs.plan_sampling(host.rows if is_whole else host.rows[sampled])
         extra = {} if sampling is None else sampling.arrays
+        if host.sources is not None:
+            self._parallel.broadcast(self._sampled)
         prepared = time.perf_counter()
         greedy = None
         if self._graphs is not None and self._graphs.takes(host) and self._routing is None:
@@ -137,7 +143,8 @@ class ModelRunner:
     def _pending(
         self, plan: StepPlan, request_ids: list[str], tokens: SampledTokens | None
     ) -> PendingStep:
-        return PendingStep(plan.step_id, request_ids, tokens, self.times)
+        end = tokens or Mark(self._sampled.device)
+        return PendingStep(plan.step_id, request_ids, end, self.times)
 
     def _run_eager(
         self, host: HostBatch, extra: Mapping[str, np.ndarray], sampled: list[int]

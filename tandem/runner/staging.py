@@ -106,6 +106,24 @@ def _pack(buffer: np.ndarray, offsets: Mapping[str, int], arrays: Mapping[str, n
         )
 
 
+class Mark:
+    """A point in the order of the current stream; `wait` returns when the device has passed it.
+
+    On a CPU it has been passed already.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
 class Fetch:
     """A copy from device to host that runs beside the host; `wait` gives its values.
 
@@ -114,18 +132,14 @@ class Fetch:
 
     def __init__(self, values: torch.Tensor) -> None:
         """values: int64 [n]; may change once the current stream has passed this point."""
-        self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             # From the caching allocator of page-locked memory: cheap after the first few.
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
         else:
             self._host = values.clone()
+        self._mark = Mark(values.device)
 
     def wait(self) -> np.ndarray:
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        self._mark.wait()
         return self._host.numpy()

@@ -17,10 +17,11 @@ from tandem.ops.dispatch import is_native_enabled
 from tandem.runner.graphs import CudaRecorder, DecodeGraphs, run_again
 from tandem.runner.inputs import InputBuilder
 from tandem.runner.memory import Arena, build_arena
-from tandem.runner.model_runner import ModelRunner
+from tandem.runner.model_runner import ModelRunner, PendingStep
 from tandem.runner.sampling_table import SamplingTable
 from tandem.runner.staging import Staging
-from tandem.scheduler.step import StepPlan, StepResult
+from tandem.scheduler.scheduler import MAX_RUNNING_PLANS
+from tandem.scheduler.step import StepPlan
 from tandem.state.arena import build_geometry
 from tandem.state.spec import StateSpec, build_state_spec
 from tandem.transfer.agent import Operation
@@ -52,13 +53,20 @@ def _graph_rows(config: EngineConfig, device: torch.device) -> list[int] | None:
     return [] if setting == "auto" else [int(rows) for rows in setting.split(",")]
 
 
+def plans_in_flight(config: EngineConfig) -> int:
+    """How many plans may run at once: 2 where the host plans a step while the one before runs."""
+    setting = config.scheduler.overlap
+    is_on = torch.cuda.is_available() if setting == "auto" else setting == "on"
+    return MAX_RUNNING_PLANS if is_on else 1
+
+
 @torch.inference_mode()
 def _build_runner(
     config: EngineConfig,
     model: ModelConfig,
     loaded: Model,
     arena: Arena,
-    rank: int,
+    parallel: TensorParallel,
     buckets: list[int] | None,
 ) -> ModelRunner:
     """The runner of one rank. Recording decode steps takes seconds."""
@@ -87,10 +95,10 @@ def _build_runner(
             buckets=sorted({min(rows, max_rows) for rows in buckets}),
         )
     sampling = None
-    if rank == 0:
+    if parallel.rank == 0:
         sampling = SamplingTable(model.vocab_size, model.eos_token_ids, device)
     inputs = InputBuilder(geometry.page_tokens, sampling)
-    return ModelRunner(loaded, arena, inputs, staging, sampling, sampled, graphs)
+    return ModelRunner(loaded, arena, inputs, staging, sampling, sampled, graphs, parallel)
 
 
 class Worker:
@@ -153,7 +161,7 @@ class Worker:
             geometry.num_pages,
             geometry.num_slots,
         )
-        self.runner = _build_runner(config, model, loaded, self._arena, rank, buckets)
+        self.runner = _build_runner(config, model, loaded, self._arena, parallel, buckets)
         self._passive: PassiveRank | None = None
         self._mover: RankMover | None = None
         if config.transfer.role != "colocated":
@@ -191,13 +199,10 @@ class Worker:
         part = self._passive or self._mover
         return part.info if part is not None else None
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self.runner.execute(plan)
-        is_told = self.rank_info is not None and not all(chunk.sample for chunk in plan.chunks)
-        if is_told and self._device.type == "cuda":
-            # Peers read these pages before the prefill has ended: they must be written by then.
-            torch.cuda.synchronize(self._device)
-        return result
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Start a step. Its result waits until the device has written all pages: peers read them
+        before a prefill has ended."""
+        return self.runner.submit(plan)
 
     def post_move(self, peer: PeerInfo, command: MoveCommand) -> None:
         """Start a part on the transfer thread, which meets the peer first if it has not."""

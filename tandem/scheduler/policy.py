@@ -32,9 +32,7 @@ def finish_of(request: Request) -> Finish | None:
             return Finish("stop", last)
         if last in request.eos_token_ids and not sampling.ignore_eos:
             return Finish("stop", last)
-    if sampling.max_tokens is not None and num_output >= sampling.max_tokens:
-        return Finish("length")
-    if request.num_tokens >= request.max_total_tokens:
+    if request.num_tokens >= request.length_limit:
         return Finish("length")
     return None
 

@@ -168,7 +168,9 @@ class Request:
     """A sequence inside the scheduler.
 
     Invariant: `num_computed` tokens of `prompt + output` have gone through the model exactly once,
-    and the slot holds the state after exactly that many. The next input is token `num_computed`.
+    and when no plan runs, the slot holds the state after exactly that many. Plans that run now
+    bring it to `num_planned`, where the next plan goes on, and sample `num_pending` tokens behind
+    those of `output_token_ids`.
     """
 
     request_id: str
@@ -181,15 +183,36 @@ class Request:
     source: PrefillSource | None = None  # until its ticket is known
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_planned: int = 0
+    num_pending: int = 0
     state: RequestState = RequestState.WAITING
     num_preemptions: int = 0
     serial: int = 0  # order of arrival in this scheduler
+    is_known: bool = False  # to workers
+    last_step: int = -1  # the last plan that has it
+    num_paged_tokens: int = 0  # that the reserved pages cover
     num_sent_pages: int = 0  # pages that workers know of, counted from the first
     num_cached_tokens: int = 0  # whose pages were here when memory was reserved: not to be read
+    num_prompt_tokens: int = field(init=False)
+    length_limit: int = field(init=False)  # tokens in all with which it ends in any case
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        limit, max_tokens = self.max_total_tokens, self.sampling.max_tokens
+        if max_tokens is not None:
+            limit = min(limit, self.num_prompt_tokens + max_tokens)
+        self.length_limit = limit
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a token that a running plan samples is its last, whatever it is."""
+        if self.num_pending == 0:
+            return False
+        return self.hold or self.num_tokens + self.num_pending >= self.length_limit
 
     @property
     def is_remote(self) -> bool:
@@ -198,7 +221,7 @@ class Request:
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens `[start, stop)` of prompt and output together."""
-        split = len(self.prompt_token_ids)
+        split = self.num_prompt_tokens
         if stop <= split:
             return self.prompt_token_ids[start:stop]
         return (

@@ -11,13 +11,20 @@ Three rules keep it free of deadlock:
   comes back by recompute; the oldest one therefore always advances.
 - What ends by itself (reads, leases, quarantine) is waited for, never preempted.
 
+Plan n + 1 may be made while plan n runs: it names tokens that are not known yet (PENDING_TOKEN).
+- What ends by its length is not planned past its last token. A stop token is found one plan late:
+  the row that was planned behind it is thrown away with what it samples.
+- Memory that a running plan writes goes back when the last such plan has ended: nothing else may
+  take it before, least of all a read, which waits for no device.
+- Nobody is preempted while a plan runs: who is short of a page waits for its end.
+
 With a prefix tree in the cache, a request that reads its state shares the full pages of its prompt
 that are there, and leaves its own full pages there. A request that computes takes all pages anew:
 K/V without the recurrent state behind it cannot be continued, and shared pages are never written.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from tandem.cache.manager import CacheCounts, CacheManager
@@ -25,11 +32,15 @@ from tandem.config.engine import SchedulerOptions
 from tandem.errors import RequestError
 from tandem.scheduler.policy import Finish, check_request, finish_of
 from tandem.scheduler.request import Request, RequestState, TokenDelta
-from tandem.scheduler.step import Chunk, NewRequest, StepPlan, StepResult
+from tandem.scheduler.step import PENDING_TOKEN, Chunk, NewRequest, StepPlan, StepResult
 from tandem.state.ticket import Progress, TokenLogprob
 
 # A model without recurrence has no slots; its chunks name none.
 NO_SLOT = -1
+# A pending token is one of the step directly before.
+MAX_RUNNING_PLANS = 2
+# Tokens that the pages of a model without attention cover.
+_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,16 @@ class SchedulerCounts:
     cache: CacheCounts
 
 
+@dataclass
+class _RunningPlan:
+    """Requests by chunk, and memory that goes back when the plan has ended: of these requests, with
+    the tokens whose pages the plan does not write."""
+
+    plan: StepPlan
+    requests: list[Request]
+    releases: dict[str, list[int]] = field(default_factory=dict)
+
+
 class Scheduler:
     """Plans steps over one cache.
 
@@ -61,8 +82,9 @@ class Scheduler:
         recompute_failed_reads: what a read that failed becomes: an ordinary request that computes
             its prompt here, or an error of this request alone.
 
-    Use: `schedule` -> workers run the plan -> `update` or `cancel`; one plan at a time. The other
-    methods may be called at any time between, also while a plan runs.
+    Use: `schedule` -> workers run the plan -> `update`. One more plan may be made before `update`
+    of the first; plans end in their order, or all together by `cancel`. The other methods may be
+    called at any time between, also while plans run.
     """
 
     def __init__(
@@ -82,16 +104,11 @@ class Scheduler:
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._following: dict[str, Request] = {}
         self._reading: dict[str, Request] = {}
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}  # in order of arrival
         self._new_reads: list[Request] = []
         self._deltas: list[TokenDelta] = []
-        self._known: set[str] = set()  # to workers
         self._forget: list[str] = []
-        self._plan: StepPlan | None = None
-        self._planned: dict[str, Request] = {}  # requests of the plan that runs now
-        # Ended while the plan that runs now still writes to their memory: freed after it. With the
-        # tokens whose pages it does not write.
-        self._release_after_plan: dict[str, list[int]] = {}
+        self._plans: deque[_RunningPlan] = deque()
         self._num_steps = 0
         self._num_added = 0
         self._totals = dict.fromkeys(
@@ -122,7 +139,6 @@ class Scheduler:
             )
         check_request(request, max_model_len=self.max_model_len, cache=self.cache)
         request.state = RequestState.WAITING
-        request.num_computed = request.num_sent_pages = 0
         request.serial = self._num_added
         self._num_added += 1
         ticket = request.ticket
@@ -144,7 +160,7 @@ class Scheduler:
     def _owns(self, request_id: str) -> bool:
         return (
             request_id in self._requests
-            or request_id in self._release_after_plan
+            or any(request_id in running.releases for running in self._plans)
             or self.cache.is_held(request_id)
             or self.cache.is_quarantined(request_id)
         )
@@ -191,7 +207,7 @@ class Scheduler:
         request_id = request.request_id
         if request.state is RequestState.RUNNING:
             del self._running[request_id]
-            self._release(request_id, computed)
+            self._release(request, computed)
         else:
             self._leave(request)
         self._end(request)
@@ -210,17 +226,22 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         request.state = RequestState.FINISHED
         self._requests.pop(request.request_id, None)
-        if request.request_id in self._known:
-            self._known.remove(request.request_id)
+        self._disown(request)
+
+    def _disown(self, request: Request) -> None:
+        """Workers forget it, if they know it."""
+        if request.is_known:
+            request.is_known = False
             self._forget.append(request.request_id)
 
-    def _release(self, request_id: str, computed: list[int]) -> None:
+    def _release(self, request: Request, computed: list[int]) -> None:
         # A step that runs may still write to this memory, and a read posted into it by its next
         # owner would not wait for that step.
-        if request_id in self._planned:
-            self._release_after_plan[request_id] = computed
-        else:
-            self.cache.release(request_id, computed)
+        for running in self._plans:
+            if running.plan.step_id == request.last_step:
+                running.releases[request.request_id] = computed
+                return
+        self.cache.release(request.request_id, computed)
 
     # --- reads ---
 
@@ -259,10 +280,9 @@ class Scheduler:
         if request is None:
             return
         assert request.ticket is not None
-        request.num_computed = request.ticket.num_tokens
+        request.num_computed = request.num_planned = request.ticket.num_tokens
         request.ticket = None
-        request.state = RequestState.RUNNING
-        self._running[request_id] = request
+        self._start_running(request)
         assert request.num_sent_pages == 0, "workers know pages that may be replaced"
         self.cache.share(request_id, self._computed(request))
 
@@ -291,7 +311,8 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """Back into the queue, at the place of its arrival."""
         request.state = RequestState.WAITING
-        request.num_computed = request.num_sent_pages = request.num_cached_tokens = 0
+        request.num_computed = request.num_planned = request.num_pending = 0
+        request.num_sent_pages = request.num_cached_tokens = 0
         # The queue is in order of arrival, and few who wait came before one that ran.
         earlier = list(takewhile(lambda item: item.serial < request.serial, self._waiting.values()))
         self._waiting[request.request_id] = request
@@ -302,69 +323,83 @@ class Scheduler:
     # --- a step ---
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can run now (reads and leases may change that)."""
-        assert self._plan is None, "schedule() before update() of the step that runs"
-        decode: list[Chunk] = []
-        prefill: list[Chunk] = []
+        """The next step, or None if nothing can run now: reads, leases and the ends of plans that
+        run may change that."""
+        assert len(self._plans) < MAX_RUNNING_PLANS, "schedule() before update() of an older plan"
         budget = self._budget_tokens
-        rows = sorted(self._running.values(), key=lambda request: request.serial)
-        long: list[Request] = []
-        for request in rows:
-            if request.num_tokens - request.num_computed > 1 or request.num_computed == 0:
-                long.append(request)
-            elif budget and request.state is RequestState.RUNNING and self._grow(request):
-                decode.append(self._chunk(request, 1))
-                budget -= 1
-        for request in long:
+        decode: list[Request] = []
+        prefill: list[tuple[Request, int]] = []
+        longer: list[Request] = []
+        for request in self._running.values():
+            if request.is_ending:
+                continue
+            num_tokens = request.num_tokens + request.num_pending - request.num_planned
+            (decode if num_tokens == 1 and request.num_planned else longer).append(request)
+        grown = self._grow_rows(decode[:budget])
+        if grown is None:
+            return None
+        decode = grown
+        budget -= len(decode)
+        for request in longer:
             if not budget:
                 break
             if request.state is RequestState.RUNNING:
-                budget -= self._plan_chunk(request, budget, decode, prefill)
+                budget -= self._plan_more(request, budget, decode, prefill)
         while budget and (admitted := self._admit_next()) is not None:
-            budget -= self._plan_chunk(admitted, budget, decode, prefill)
+            budget -= self._plan_more(admitted, budget, decode, prefill)
         if not decode and not prefill:
             return None
         return self._start_plan(decode, prefill)
 
-    def _plan_chunk(
-        self, request: Request, budget: int, decode: list[Chunk], prefill: list[Chunk]
+    @staticmethod
+    def _plan_more(
+        request: Request, budget: int, decode: list[Request], prefill: list[tuple[Request, int]]
     ) -> int:
-        num_tokens = min(budget, request.num_tokens - request.num_computed)
-        chunk = self._chunk(request, num_tokens)
+        """As many of its known tokens as the budget allows; how many those are."""
+        num_tokens = min(budget, request.num_tokens - request.num_planned)
         # One token with state behind it is a decode row whatever it belongs to; one token at the
         # start of a sequence has no state and is not.
-        (decode if num_tokens == 1 and chunk.start > 0 else prefill).append(chunk)
+        if num_tokens == 1 and request.num_planned:
+            decode.append(request)
+        else:
+            prefill.append((request, num_tokens))
         return num_tokens
 
-    def _chunk(self, request: Request, num_tokens: int) -> Chunk:
-        start = request.num_computed
-        stop = start + num_tokens
-        state = self.cache.state(request.request_id)
-        first_page = request.num_sent_pages
-        pages = state.pages[first_page:]
-        request.num_sent_pages = len(state.pages)
-        return Chunk(
-            request_id=request.request_id,
-            start=start,
-            token_ids=request.token_ids(start, stop),
-            slot=NO_SLOT if state.slot is None else state.slot,
-            first_page=first_page,
-            pages=pages,
-            sample=stop == request.num_tokens,
-        )
+    def _grow_rows(self, rows: list[Request]) -> list[Request] | None:
+        """Pages for the next token of each row: the rows that run. None if one is short of a page
+        and the ends of running plans must be waited for."""
+        for request in rows:
+            if request.num_planned < request.num_paged_tokens:
+                continue
+            if request.state is RequestState.RUNNING and not self._grow(request) and self._plans:
+                return None
+        return [
+            request
+            for request in rows
+            if request.state is RequestState.RUNNING
+            and request.num_planned < request.num_paged_tokens
+        ]
 
     def _grow(self, request: Request) -> bool:
-        """Pages for the row's next token; preempts the youngest until there is one. False if the
-        row does not run in this step."""
-        while not self.cache.try_grow(request.request_id, request.num_tokens):
-            victim = max(self._running.values(), key=lambda item: item.serial)
-            if victim is request and len(self._running) == 1:
+        """A page more; when no plan runs, preempts the youngest until there is one. False if there
+        is none."""
+        num_tokens = request.num_planned + 1
+        while not self.cache.try_grow(request.request_id, num_tokens):
+            victim = next(reversed(self._running.values()))
+            if self._plans or (victim is request and len(self._running) == 1):
                 # Only reads, leases and quarantine hold the rest: they end without our help.
                 return False
             self._preempt(victim)
             if victim is request:
                 return False
+        self._count_pages(request)
         return True
+
+    def _count_pages(self, request: Request) -> None:
+        geometry = self.cache.geometry
+        num_pages = len(self.cache.state(request.request_id).pages)
+        has_pages = geometry.page_nbytes > 0
+        request.num_paged_tokens = num_pages * geometry.page_tokens if has_pages else _NO_LIMIT
 
     def _preempt(self, request: Request) -> None:
         del self._running[request.request_id]
@@ -379,9 +414,17 @@ class Scheduler:
         request = next(iter(self._waiting.values()), None)
         if request is None or request.is_remote or not self._reserve(request):
             return None
-        request.state = RequestState.RUNNING
-        self._running[request.request_id] = request
+        self._start_running(request)
         return request
+
+    def _start_running(self, request: Request) -> None:
+        request.state = RequestState.RUNNING
+        running = self._running
+        is_youngest = not running or next(reversed(running.values())).serial < request.serial
+        running[request.request_id] = request
+        if not is_youngest:
+            ordered = sorted(running.values(), key=lambda item: item.serial)
+            self._running = {item.request_id: item for item in ordered}
 
     def _admit_reads(self) -> None:
         while (request := next(iter(self._waiting.values()), None)) is not None:
@@ -409,85 +452,115 @@ class Scheduler:
         if state is None:
             return False
         request.num_cached_tokens = state.num_shared * self.cache.geometry.page_tokens
+        self._count_pages(request)
         self._totals["prefix_tokens"] += len(prefix)
         self._totals["prefix_hit_tokens"] += request.num_cached_tokens
         del self._waiting[request.request_id]
         return True
 
-    def _start_plan(self, decode: list[Chunk], prefill: list[Chunk]) -> StepPlan:
-        chunks = decode + prefill
-        new_requests: list[NewRequest] = []
-        for chunk in chunks:
-            request = self._requests[chunk.request_id]
-            self._planned[chunk.request_id] = request
-            if chunk.request_id not in self._known:
-                self._known.add(chunk.request_id)
-                new_requests.append(
-                    NewRequest(
-                        request_id=chunk.request_id,
-                        prompt_token_ids=request.prompt_token_ids,
-                        generated=list(request.output_token_ids),
-                        sampling=request.sampling,
-                    )
-                )
-        self._plan = StepPlan(
+    def _start_plan(self, decode: list[Request], prefill: list[tuple[Request, int]]) -> StepPlan:
+        """The plan of one token of each decode row and so many of each other one."""
+        requests = decode + [request for request, _ in prefill]
+        new_requests = [
+            NewRequest(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                generated=list(request.output_token_ids),
+                sampling=request.sampling,
+            )
+            for request in requests
+            if not request.is_known
+        ]
+        chunks = [self._chunk(request, 1) for request in decode]
+        chunks += [self._chunk(request, num_tokens) for request, num_tokens in prefill]
+        plan = StepPlan(
             step_id=self._num_steps,
             forget=self._forget,
             new_requests=new_requests,
             chunks=chunks,
             num_decode=len(decode),
         )
+        self._plans.append(_RunningPlan(plan, requests))
         self._forget = []
         self._num_steps += 1
-        return self._plan
+        return plan
+
+    def _chunk(self, request: Request, num_tokens: int) -> Chunk:
+        start = request.num_planned
+        stop = start + num_tokens
+        state = self.cache.state(request.request_id)
+        first_page = request.num_sent_pages
+        pages: list[int] = []
+        if len(state.pages) > first_page:
+            pages = state.pages[first_page:]
+            request.num_sent_pages = len(state.pages)
+        is_pending = request.num_pending > 0
+        sample = is_pending or stop == request.num_tokens
+        chunk = Chunk(
+            request.request_id,
+            start,
+            [PENDING_TOKEN] if is_pending else request.token_ids(start, stop),
+            NO_SLOT if state.slot is None else state.slot,
+            first_page,
+            pages,
+            sample,
+        )
+        request.num_planned = stop
+        request.num_pending += sample
+        request.last_step = self._num_steps
+        request.is_known = True
+        return chunk
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Take in what a step sampled; returns what to report, earlier unreported deltas first.
+        """Take in what the oldest running plan sampled; returns what to report, earlier unreported
+        deltas first.
 
         A held prefill that has its first token yields finish_reason "hold" without a ticket: its
         memory is `cache.held(request_id)` from then on, and the caller grants the lease.
         """
         assert result.step_id == plan.step_id, f"result {result.step_id} of step {plan.step_id}"
-        planned = self._end_plan(plan, is_good=True)
-        samples = {sample.request_id: sample for sample in result.samples}
-        for chunk in plan.chunks:
-            sample = samples[chunk.request_id] if chunk.sample else None
-            request = planned[chunk.request_id]
+        assert self._plans, "no plan runs"
+        running = self._plans.popleft()
+        assert plan is running.plan, "this is not the oldest plan that runs"
+        for request_id, computed in running.releases.items():
+            self.cache.release(request_id, computed)
+        samples = iter(result.samples)
+        num_sampled = num_prompt = 0
+        for chunk, request in zip(plan.chunks, running.requests, strict=True):
+            sample = next(samples) if chunk.sample else None
             if request.state is not RequestState.RUNNING:
-                continue  # aborted while the step ran
+                continue  # ended while the step ran: thrown away
             request.num_computed += len(chunk.token_ids)
-            if chunk.start < len(request.prompt_token_ids):
-                self._totals["prompt_tokens"] += len(chunk.token_ids)
+            if chunk.start < request.num_prompt_tokens:
+                num_prompt += len(chunk.token_ids)
             if sample is not None:
+                assert sample.request_id == request.request_id, "samples are in plan order"
+                request.num_pending -= 1
                 request.output_token_ids.append(sample.token_id)
-                self._totals["output_tokens"] += 1
+                num_sampled += 1
                 self._report(request, [sample.token_id], sample.logprob)
+        self._totals["prompt_tokens"] += num_prompt
+        self._totals["output_tokens"] += num_sampled
         return self.take_deltas()
 
-    def cancel(self, plan: StepPlan) -> list[TokenDelta]:
-        """End a step that failed on the workers; returns unreported deltas.
+    def cancel(self) -> list[TokenDelta]:
+        """End all running plans, of which one has failed on the workers; returns unreported deltas.
 
-        What it did to memory and to workers' tables is unknown: its requests that still run (call
-        `fail` for those that shall not) start over, and workers hear of them anew.
+        What they did to memory and to workers' tables is unknown: their requests that still run
+        (call `fail` for those that shall not) start over, and workers hear of them anew.
         """
-        planned = self._end_plan(plan, is_good=False)
-        for request_id in plan.forget:
-            self._forget.append(request_id)
-        for request in sorted(planned.values(), key=lambda item: item.serial, reverse=True):
+        plans, self._plans = self._plans, deque()
+        victims: dict[str, Request] = {}
+        for running in plans:
+            for request_id in running.releases:
+                self.cache.release(request_id)
+            self._forget += running.plan.forget
+            victims |= {request.request_id: request for request in running.requests}
+        for request in sorted(victims.values(), key=lambda item: item.serial, reverse=True):
             if request.state is RequestState.RUNNING:
                 self._preempt(request)
-                self._known.remove(request.request_id)
-                self._forget.append(request.request_id)
+                self._disown(request)
         return self.take_deltas()
-
-    def _end_plan(self, plan: StepPlan, *, is_good: bool) -> dict[str, Request]:
-        """No worker runs the plan any more: free what waited for that; returns its requests."""
-        assert plan is self._plan, "this is not the plan that runs"
-        planned, self._planned, self._plan = self._planned, {}, None
-        for request_id, computed in self._release_after_plan.items():
-            self.cache.release(request_id, computed if is_good else ())
-        self._release_after_plan.clear()
-        return planned
 
     def take_deltas(self) -> list[TokenDelta]:
         """Deltas that arose outside `update`: first tokens of tickets, errors."""
@@ -536,7 +609,7 @@ class Scheduler:
             if finish.reason == "hold":
                 self.cache.hold(request.request_id)
             else:
-                self.cache.release(request.request_id, self._computed(request))
+                self._release(request, self._computed(request))
         else:
             self._leave(request)
         self._totals["finished"] += 1
@@ -545,8 +618,8 @@ class Scheduler:
     # --- what is going on ---
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished or any delta unreported."""
-        return bool(self._requests or self._deltas)
+        """Whether any request is unfinished, any plan runs or any delta is unreported."""
+        return bool(self._requests or self._deltas or self._plans)
 
     def counts(self) -> SchedulerCounts:
         return SchedulerCounts(

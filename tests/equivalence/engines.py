@@ -14,7 +14,7 @@ import torch
 from tandem.config.args import build_config
 from tandem.engine.engine import EngineCore
 from tandem.scheduler.request import EngineRequest, SamplingParams, TokenDelta
-from tandem.scheduler.step import StepPlan, StepResult
+from tandem.scheduler.step import StepPlan
 from tandem.state.ticket import PrefillSource, Ticket, TokenLogprob
 
 PATIENCE_S = 60.0
@@ -256,13 +256,13 @@ def set_budget(core: EngineCore, budget_tokens: int) -> None:
 def record_plans(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The plans that run from now on."""
     plans: list[StepPlan] = []
-    execute = core._executor.execute
+    submit = core._executor.submit
 
-    def recorded(plan: StepPlan) -> StepResult:
+    def recorded(plan: StepPlan) -> None:
         plans.append(plan)
-        return execute(plan)
+        submit(plan)
 
-    monkeypatch.setattr(core._executor, "execute", recorded)
+    monkeypatch.setattr(core._executor, "submit", recorded)
     return plans
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.engine.engine import EngineCore
 from tandem.scheduler.request import SamplingParams, TokenDelta
-from tandem.scheduler.step import StepPlan, StepResult
+from tandem.scheduler.step import StepResult
 from tests.equivalence.engines import (
     assert_equal_outputs,
     build_core,
@@ -247,11 +247,14 @@ def test_a_step_that_fails_on_the_prefill_engine_is_told_to_who_follows(
     leg = follow(prefill, decode, item)
     step_until([prefill], lambda: prefill._scheduler._requests[leg].num_computed, "no step")
 
-    def fail(plan: StepPlan) -> StepResult:
+    collect = prefill._executor.collect
+
+    def fail() -> StepResult:
+        collect()
         raise ValueError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prefill._executor, "execute", fail)
+        patch.setattr(prefill._executor, "collect", fail)
         deltas: list[TokenDelta] = prefill.step()
     assert [delta.finish_reason for delta in deltas] == ["error"]
     assert_equal_outputs([finish(decode, prefill)], run(together, [item]))

@@ -33,6 +33,7 @@ VALUES: dict[str, list[Any]] = {
     "max_model_len": [None, 2, 100000],
     "drain_s": [30.0, 0.0],
     "budget_tokens": [2048, 1],
+    "overlap": ["auto", "on", "off"],
     "decode_graphs": ["auto", "off", "1,8,64"],
     "tp": [1, 8],
     "threads": [0, 3],

@@ -33,6 +33,21 @@ def core(shared: EngineCore) -> Iterator[EngineCore]:
     assert shared.step() == []
 
 
+@pytest.fixture(scope="module")
+def shared_overlapped(tiny: Path) -> Iterator[EngineCore]:
+    core = EngineCore(build_config(str(tiny), {**SETTINGS, "overlap": "on"}))
+    yield core
+    core.close()
+
+
+@pytest.fixture
+def overlapped(shared_overlapped: EngineCore) -> Iterator[EngineCore]:
+    yield shared_overlapped
+    assert shared_overlapped.stats()["is_idle"]
+    assert not shared_overlapped._plans
+    assert shared_overlapped.step() == []
+
+
 def request(request_id: str = "r", max_tokens: int = 4, **fields: Any) -> EngineRequest:
     sampling = fields.pop(
         "sampling", SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -64,13 +79,19 @@ class Failing:
     """The engine's ranks, which fail the steps that are named."""
 
     def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch, fail: Any) -> None:
-        self._execute = core._executor.execute
+        self._submit, self._collect = core._executor.submit, core._executor.collect
+        self._plans: list[StepPlan] = []
         self._fail = fail
-        monkeypatch.setattr(core._executor, "execute", self.execute)
+        monkeypatch.setattr(core._executor, "submit", self.submit)
+        monkeypatch.setattr(core._executor, "collect", self.collect)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self._execute(plan)  # fails after memory and tables have changed
-        if self._fail(plan):
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+        self._submit(plan)
+
+    def collect(self) -> StepResult:
+        result = self._collect()  # fails after memory and tables have changed
+        if self._fail(self._plans.pop(0)):
             raise RuntimeError("out of luck")
         return result
 
@@ -100,6 +121,61 @@ def test_a_failed_step_costs_its_own_requests_and_no_others(
         assert tokens(deltas[request_id]) == expected[:1]
     for request_id in ("r4", "r5"):
         assert tokens(deltas[request_id]) == expected
+
+
+@pytest.mark.parametrize("at", ["start", "end"])
+def test_a_failed_step_does_not_cost_who_is_in_the_one_behind_it_alone(
+    overlapped: EngineCore, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """What fails at its start is told after the end of the step before."""
+    core = overlapped
+    core.add(request("alone", 6))
+    expected = tokens(finish(core)["alone"])
+    worker = core._executor._worker  # type: ignore[attr-defined]
+    submit, failed = worker.submit, []
+
+    class Broken:
+        def result(self) -> StepResult:
+            raise RuntimeError("out of luck")
+
+    def fail(plan: StepPlan) -> Any:
+        names = {chunk.request_id for chunk in plan.chunks}
+        if failed or names != {"a", "b"} or plan.chunks[0].start < 5:
+            return submit(plan)
+        failed.append(plan.step_id)
+        core.add(request("late", 6))  # planned while the failed step runs
+        if at == "start":
+            raise RuntimeError("out of luck")
+        submit(plan)
+        return Broken()
+
+    monkeypatch.setattr(worker, "submit", fail)
+    core.add(request("a", 20))
+    core.add(request("b", 20))
+    deltas = finish(core)
+    assert len(failed) == 1
+    for name in ("a", "b"):
+        assert deltas[name][-1].error == "the step failed: out of luck"
+        # All that was sampled before is told: three decode steps and the first token.
+        assert tokens(deltas[name]) == [*expected, *[0] * 20][: len(tokens(deltas[name]))]
+        assert len(tokens(deltas[name])) == 3
+    assert tokens(deltas["late"]) == expected
+    assert core._num_failed_steps == 0
+
+
+def test_a_delta_waits_for_no_step_that_cannot_be_planned(overlapped: EngineCore) -> None:
+    core = overlapped
+    core.add(request(max_tokens=2))
+    assert core.step() == []  # the prefill has begun
+    assert core.has_work()
+    assert len(tokens(core.step())) == 1  # and ended, with a decode step behind it
+    assert core.has_work()
+    (last,) = core.step()
+    assert last.finish_reason == "length"
+    assert core.stats()["is_idle"]
+    assert core.step() == []
+    assert not core.has_work()
+    assert core.stats()["steps_total"] >= 2
 
 
 def test_the_engine_goes_on_after_a_failed_step(
@@ -132,22 +208,25 @@ def test_steps_that_fail_again_and_again_end_the_engine(
         core.step()
     monkeypatch.undo()
     # Nobody steps a dead engine; this one is mended, for the other tests.
-    core._scheduler.cancel(core._scheduler._plan)  # type: ignore[arg-type]
+    core._scheduler.cancel()
     core.abort("last")
 
 
 def test_lost_ranks_end_the_engine_at_once(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def execute(plan: StepPlan) -> StepResult:
+    collect = core._executor.collect
+
+    def lose() -> StepResult:
+        collect()
         raise EngineDeadError("the process of rank 1 ended with status -9")
 
-    monkeypatch.setattr(core._executor, "execute", execute)
+    monkeypatch.setattr(core._executor, "collect", lose)
     core.add(request())
     with pytest.raises(EngineDeadError, match="rank 1"):
         core.step()
     monkeypatch.undo()
-    core._scheduler.cancel(core._scheduler._plan)  # type: ignore[arg-type]
+    core._scheduler.cancel()
     core.abort("r")
 
 

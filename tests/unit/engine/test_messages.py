@@ -106,6 +106,7 @@ TO_RANK = [
         PeerInfo("P", "g", "tcp://127.0.0.1:1", current_process(), (RANK,)),
         MoveCommand("r", ("P", "g"), 1, 16, 20, (5, 6), None, (7, 8), 3),
     ),
+    messages.Collect(),
     messages.GiveUp("r"),
     messages.PollMoves(),
 ]

@@ -66,7 +66,7 @@ def test_ends_of_other_kinds(core: EngineCore, monkeypatch: pytest.MonkeyPatch) 
     core.step()
     for request_id in ("one", "three"):
         core.abort(request_id)
-    monkeypatch.setattr(core._executor, "execute", lambda plan: 1 / 0)
+    monkeypatch.setattr(core._executor._worker, "submit", lambda plan: 1 / 0)
     core.step()
     monkeypatch.undo()
     step_until_idle(core)

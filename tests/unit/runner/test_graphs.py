@@ -151,10 +151,10 @@ def test_a_worker_records_the_rows_that_its_settings_name(folder: Path) -> None:
         )
         with closing(Worker(config, rank=0, num_slabs=40, engine_id="test")) as worker:
             plans = plan_of([5, 6, 7], SamplingParams(temperature=0, seed=1))
-            found = [worker.execute(next(plans)).samples[0].token_id]
+            found = [worker.submit(next(plans)).result().samples[0].token_id]
             for _ in range(6):
                 next(plans)
-                found.append(worker.execute(plans.send(found[-1])).samples[0].token_id)
+                found.append(worker.submit(plans.send(found[-1])).result().samples[0].token_id)
             tokens[setting] = found
             graphs = worker.runner._graphs
             assert (graphs is not None) == (setting != "auto")  # no GPU here

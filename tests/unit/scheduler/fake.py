@@ -4,12 +4,14 @@ Its arena maps each page place and each slot to what was last written there, so 
 shared memory, a token fed twice or out of order shows at once.
 """
 
+from collections import deque
+
 from tandem.cache.manager import CacheManager
 from tandem.config.engine import SchedulerOptions
 from tandem.scheduler.policy import build_request
 from tandem.scheduler.request import EngineRequest, Request, SamplingParams, TokenDelta
-from tandem.scheduler.scheduler import NO_SLOT, Scheduler
-from tandem.scheduler.step import Sample, StepPlan, StepResult
+from tandem.scheduler.scheduler import MAX_RUNNING_PLANS, NO_SLOT, Scheduler
+from tandem.scheduler.step import PENDING_TOKEN, Sample, StepPlan, StepResult
 from tandem.state.arena import build_geometry
 from tandem.state.ticket import Ticket, digest_of
 
@@ -118,6 +120,8 @@ class FakeWorker:
         self.slots: dict[int, tuple[int, ...]] = {}  # slot -> tokens that its state has absorbed
         self.places: dict[tuple[int, int], int] = {}  # (page, offset) -> token whose K/V is there
         self.steps: list[StepPlan] = []
+        self.just_sampled: set[str] = set()
+        self._running: deque[StepPlan] = deque()
 
     def fill(self, request: Request) -> None:
         """A finished read: the state of the ticket's tokens lies in the request's memory, in
@@ -161,7 +165,12 @@ class FakeWorker:
             tokens, table = self.tokens[chunk.request_id], self.tables[chunk.request_id]
             stop = chunk.start + len(chunk.token_ids)
             assert chunk.token_ids
-            assert chunk.token_ids == tokens[chunk.start : stop]
+            fed = tokens[chunk.start : stop]
+            if chunk.token_ids == [PENDING_TOKEN]:
+                # Workers know it from the step directly before.
+                assert chunk.request_id in self.just_sampled
+            else:
+                assert chunk.token_ids == fed
             assert chunk.sample == (stop == len(tokens))
             for index, page in enumerate(chunk.pages, chunk.first_page):
                 table[index] = page
@@ -169,9 +178,9 @@ class FakeWorker:
             if chunk.slot != NO_SLOT:
                 # From zero at the start of a sequence, else exactly the tokens before.
                 assert chunk.start == 0 or self.slots[chunk.slot] == past
-                self.slots[chunk.slot] = past + tuple(chunk.token_ids)
+                self.slots[chunk.slot] = past + tuple(fed)
             if self.geometry.page_nbytes:
-                for position, token in enumerate(chunk.token_ids, chunk.start):
+                for position, token in enumerate(fed, chunk.start):
                     self.write((table[position // PAGE_TOKENS], position % PAGE_TOKENS), token)
                 for position in range(stop):
                     place = table[position // PAGE_TOKENS], position % PAGE_TOKENS
@@ -182,6 +191,7 @@ class FakeWorker:
                 token = scripted.get(output_index, next_token(tuple(tokens)))
                 tokens.append(token)
                 samples.append(Sample(chunk.request_id, token, None))
+        self.just_sampled = {sample.request_id for sample in samples}
         return StepResult(plan.step_id, samples)
 
     def _check_memory(self, plan: StepPlan) -> None:
@@ -198,7 +208,22 @@ class FakeWorker:
         plan = self.scheduler.schedule()
         return None if plan is None else self.scheduler.update(plan, self.execute(plan))
 
-    def run(self, max_steps: int = 10_000) -> list[TokenDelta]:
+    def overlapped_step(self) -> list[TokenDelta] | None:
+        """One plan more, and the end of the one before; None if nothing runs or can run.
+
+        A plan does its work when it ends: memory that goes back too early shows.
+        """
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._running.append(plan)
+        if plan is not None and len(self._running) < MAX_RUNNING_PLANS:
+            return []
+        if not self._running:
+            return None
+        oldest = self._running.popleft()
+        return self.scheduler.update(oldest, self.execute(oldest))
+
+    def run(self, max_steps: int = 10_000, *, overlap: bool = False) -> list[TokenDelta]:
         """Steps until nothing is left; reads become ready at once."""
         deltas: list[TokenDelta] = self.scheduler.take_deltas()
         for _ in range(max_steps):
@@ -208,7 +233,7 @@ class FakeWorker:
             for request in reads:
                 self.fill(request)
                 self.scheduler.on_read_ready(request.request_id)
-            new = self.step()
+            new = self.overlapped_step() if overlap else self.step()
             assert new is not None or reads or not self.scheduler.has_work(), "no progress"
             deltas += new or self.scheduler.take_deltas()
         raise AssertionError(f"still running after {max_steps} steps")

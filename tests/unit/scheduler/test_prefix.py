@@ -200,12 +200,12 @@ def test_a_failed_step_leaves_nothing_of_its_requests(ends):
     scheduler, worker = decode_engine()
     scheduler.add(make_request("r", prompt_of(40), 20))
     worker.step()
-    plan = scheduler.schedule()
+    scheduler.schedule()
     if ends == "fail":
         scheduler.fail("r", "the step failed")
     else:
         scheduler.abort("r")
-    scheduler.cancel(plan)
+    scheduler.cancel()
     counts = scheduler.cache.counts()
     assert counts.cached.num_pages == 0
     assert counts.pool.is_full

@@ -8,7 +8,7 @@ import pytest
 from tandem.errors import RequestError
 from tandem.scheduler.policy import capacity_table
 from tandem.scheduler.request import RequestState
-from tandem.scheduler.step import Sample, StepResult
+from tandem.scheduler.step import PENDING_TOKEN, Sample, StepResult
 from tandem.state.ticket import TokenLogprob
 from tests.unit.scheduler.fake import (
     EOS,
@@ -366,7 +366,7 @@ def test_everybody_returns_to_the_queue_in_order_of_arrival():
     plan = scheduler.schedule()
     scheduler.next_reads()
     scheduler.add(make_request("late", 4))
-    scheduler.cancel(plan)
+    scheduler.cancel()
     scheduler.on_read_failed("z", "lost")
     plan = scheduler.schedule()
     assert [chunk.request_id for chunk in plan.chunks] == ["x", "y", "z", "late"]
@@ -449,7 +449,7 @@ def test_a_failed_step_ends_what_the_caller_fails_and_restarts_the_rest(has_run)
         worker.execute(plan)
     scheduler.abort("aborted")
     scheduler.fail("failed", "the step failed")
-    deltas = scheduler.cancel(plan)
+    deltas = scheduler.cancel()
     assert reasons(deltas) == {"failed": "error"}
     deltas = worker.run()
     assert reasons(deltas) == {"old": "length", "new": "length"}
@@ -745,12 +745,177 @@ def test_a_row_waits_for_reads_instead_of_preempting_them():
     assert b.output_token_ids == generate(b.prompt_token_ids, 2)
 
 
-def test_one_plan_at_a_time():
+# --- two plans at once ---
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 16, 17, 64])
+@pytest.mark.parametrize("num_prompt", [1, 2, 16, 40])
+def test_plans_that_overlap_give_the_same_text(budget, num_prompt):
+    scheduler = make_scheduler(budget_tokens=budget)
+    worker = FakeWorker(scheduler)
+    request = make_request("a", num_prompt, 20)
+    scheduler.add(request)
+    deltas = worker.run(overlap=True)
+    assert outputs(deltas)["a"] == generate(request.prompt_token_ids, 20)
+    assert reasons(deltas) == {"a": "length"}
+    # Its end was known: no plan more than one after the other.
+    assert sum(plan.num_tokens for plan in worker.steps) == num_prompt + 19
+    assert scheduler.cache.counts().is_idle
+
+
+def test_two_plans_at_a_time():
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 4))
-    scheduler.schedule()
-    with pytest.raises(AssertionError):
+    assert [chunk.token_ids for chunk in scheduler.schedule().chunks] != [[PENDING_TOKEN]]
+    assert [chunk.token_ids for chunk in scheduler.schedule().chunks] == [[PENDING_TOKEN]]
+    with pytest.raises(AssertionError, match="schedule"):
         scheduler.schedule()
+
+
+def test_plans_end_in_their_order():
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler)
+    scheduler.add(make_request("a", 4))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    worker.execute(first)
+    with pytest.raises(AssertionError, match="oldest"):
+        scheduler.update(second, worker.execute(second))
+
+
+def test_a_token_is_pending_for_one_plan_alone():
+    """A row without a place in the plan after its sample is fed the token itself later."""
+    scheduler = make_scheduler(budget_tokens=1)
+    worker = FakeWorker(scheduler)
+    for name in ("a", "b"):
+        scheduler.add(make_request(name, 1, 5))
+    worker.run(overlap=True)
+    fed = [chunk.token_ids[0] for plan in worker.steps for chunk in plan.chunks if chunk.start]
+    assert PENDING_TOKEN in fed
+    scheduler = make_scheduler(budget_tokens=2)
+    worker = FakeWorker(scheduler)
+    for name in ("a", "b", "c"):
+        scheduler.add(make_request(name, 1, 5))
+    deltas = worker.run(overlap=True)
+    assert outputs(deltas)["c"] == generate(prompt_of("c", 1), 5)
+
+
+def test_a_stop_token_is_found_late_and_the_row_behind_it_is_thrown_away():
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler, {"a": {2: EOS}})
+    scheduler.add(make_request("a", 4, 9))
+    scheduler.add(make_request("b", 4, 9))
+    deltas = [worker.overlapped_step() for _ in range(4)]
+    assert reasons(deltas[3]) == {"a": "stop"}
+    # The plan behind still writes to its memory, which nobody gets before that has ended.
+    assert scheduler.cache.counts().active.num_sequences == 2
+    with pytest.raises(RequestError, match="in use"):
+        scheduler.add(make_request("a", 4, 9))
+    last = worker.overlapped_step()
+    assert {delta.request_id for delta in last} == {"b"}
+    assert scheduler.cache.counts().active.num_sequences == 1
+    assert scheduler.counts().output_tokens_total == 3 + 4
+    scheduler.add(make_request("a", 4, 2))
+    assert reasons(worker.run(overlap=True)) == {"a": "length", "b": "length"}
+
+
+def test_a_thrown_away_row_leaves_no_page_of_its_own_in_the_tree():
+    """Its token fills a page whose K/V nobody may share: the request ended before."""
+    scheduler = make_scheduler(has_prefix_tree=True)
+    prompt = prompt_of("a", 29)
+    worker = FakeWorker(scheduler, {"a": {2: EOS}})
+    scheduler.add(make_request("a", prompt, 9))
+    for _ in range(5):
+        worker.overlapped_step()
+    # Computed and told of: 31 tokens; the row behind the stop token was the 32nd.
+    assert sum(plan.num_tokens for plan in worker.steps) == 32
+    assert scheduler.cache.counts().cached.num_pages == 1
+    assert scheduler.cache.counts().is_idle
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_nothing_is_planned_behind_a_held_prefill(max_tokens):
+    """Its slot is the state after the prompt: a reader may fetch it as soon as it is told of."""
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler)
+    request = make_request("a", 20, max_tokens, hold=True)
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    assert scheduler.schedule() is None
+    (delta,) = scheduler.update(plan, worker.execute(plan))
+    assert delta.finish_reason == ("length" if max_tokens == 1 else "hold")
+
+
+def test_a_row_without_a_page_waits_for_the_plan_that_runs():
+    """Only then somebody is preempted: the memory of a row that runs is written."""
+    scheduler = make_scheduler(num_slabs=4, pages_per_slab=1, budget_tokens=64)
+    worker = FakeWorker(scheduler)
+    a, b = make_request("a", 14, 20), make_request("b", 15, 20)
+    scheduler.add(a)
+    scheduler.add(b)
+    plans = [scheduler.schedule(), scheduler.schedule()]
+    deltas = []
+    while not b.num_preemptions:
+        deltas += scheduler.update(plans[0], worker.execute(plans.pop(0)))
+        if (plan := scheduler.schedule()) is not None:
+            assert not plans or not b.num_preemptions
+            plans.append(plan)
+    assert len(plans) == 1
+    assert [chunk.request_id for chunk in plans[0].chunks] == ["a"]
+    deltas += scheduler.update(plans[0], worker.execute(plans[0])) + worker.run(overlap=True)
+    for request in (a, b):
+        assert outputs(deltas)[request.request_id] == generate(request.prompt_token_ids, 20)
+
+
+def test_an_abort_while_two_plans_run_frees_after_the_second():
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler)
+    scheduler.add(make_request("a", 4, 9))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.abort("a")
+    assert scheduler.has_work()
+    assert scheduler.update(first, worker.execute(first)) == []
+    assert scheduler.cache.counts().active.num_sequences == 1
+    assert scheduler.update(second, worker.execute(second)) == []
+    assert scheduler.cache.counts().is_idle
+    assert not scheduler.has_work()
+
+
+@pytest.mark.parametrize("num_run", [0, 1, 2])
+def test_a_failed_step_takes_the_plan_behind_it_along(num_run):
+    scheduler = make_scheduler(budget_tokens=12)
+    worker = FakeWorker(scheduler)
+    requests = {name: make_request(name, 10, 6) for name in ("failed", "behind", "late", "gone")}
+    for request in requests.values():
+        scheduler.add(request)
+    plans = [scheduler.schedule(), scheduler.schedule()]
+    names = [{chunk.request_id for chunk in plan.chunks} for plan in plans]
+    assert names == [{"failed", "behind"}, {"failed", "behind", "late"}]
+    for plan in plans[:num_run]:
+        worker.execute(plan)
+    scheduler.abort("gone")
+    scheduler.fail("failed", "the step failed")
+    assert scheduler.cache.counts().active.num_sequences == 3
+    assert reasons(scheduler.cancel()) == {"failed": "error"}
+    assert scheduler.cache.counts().active.num_sequences == 0
+    deltas = worker.run(overlap=True)
+    assert reasons(deltas) == {"behind": "length", "late": "length"}
+    for name in ("behind", "late"):
+        assert outputs(deltas)[name] == generate(requests[name].prompt_token_ids, 6)
+    assert not {"gone", "failed"} & set(worker.tokens)
+    assert scheduler.cache.counts().is_idle
+
+
+def test_requests_run_in_order_of_arrival_whenever_they_start():
+    scheduler = make_scheduler(num_slabs=16)
+    worker = FakeWorker(scheduler)
+    for request in (read_request("a", 4), make_request("b", 4, 9), read_request("c", 4)):
+        scheduler.add(request)
+    reads = scheduler.next_reads()
+    worker.step()
+    for request in [*reads, *scheduler.next_reads()][::-1]:
+        worker.fill(request)
+        scheduler.on_read_ready(request.request_id)
+    assert [chunk.request_id for chunk in scheduler.schedule().chunks] == ["a", "b", "c"]
 
 
 def test_a_step_of_many_rows_is_planned_quickly():

@@ -1,20 +1,23 @@
 """Random workloads on a scheduler and a worker that checks every rule (fake.py).
 
 Requests of every kind arrive, are aborted, read, fail and expire at random, in a pool that is too
-small for them, with and without a prefix tree. Whatever happens: each request that finishes says
-what it would say alone, memory that is written is never shared, something advances whenever
-anything can, and all memory comes back.
+small for them, with and without a prefix tree, one plan at a time or two. Whatever happens: each
+request that finishes says what it would say alone, memory that is written is never shared,
+something advances whenever anything can, and all memory comes back.
 """
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import CapacityError
 from tandem.scheduler.request import Request, RequestState, TokenDelta
-from tandem.scheduler.scheduler import Scheduler
+from tandem.scheduler.scheduler import MAX_RUNNING_PLANS, Scheduler
+from tandem.scheduler.step import StepPlan, StepResult
 from tests.unit.scheduler.fake import (
     FakeWorker,
     generate,
@@ -27,17 +30,29 @@ KINDS = ("plain", "hold", "read", "generated")
 
 
 @dataclass
+class Running:
+    plan: StepPlan
+    result: StepResult | None = None  # None while the worker has not begun
+
+
+@dataclass
 class Simulation:
-    """An engine around the scheduler. Time is counted in rounds; every event is drawn."""
+    """An engine around the scheduler. Time is counted in rounds; every event is drawn.
+
+    max_plans: that run at once. A worker does the work of one at any time before it is asked for.
+    """
 
     rng: random.Random
     scheduler: Scheduler
     worker: FakeWorker
+    max_plans: int = 1
+    running: deque[Running] = field(default_factory=deque)
     requests: dict[str, Request] = field(default_factory=dict)
     expected: dict[str, list[int]] = field(default_factory=dict)
     said: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     reading: dict[str, int] = field(default_factory=dict)  # id -> rounds until its read is over
+    arrived: set[str] = field(default_factory=set)  # reads whose bytes came before their end
     draining: dict[str, int] = field(default_factory=dict)
     leases: dict[str, int] = field(default_factory=dict)
 
@@ -48,6 +63,8 @@ class Simulation:
         text = generate(prompt, max_tokens)
         num_given = {"read": rng.randint(0, 1), "generated": rng.randint(0, max_tokens - 1)}
         generated = tuple(text[: num_given.get(kind, 0)])
+        stop = rng.choice(text[len(generated) :] or text)
+        stops = {stop} - set(generated) if rng.random() < 0.5 else set()
         request = make_request(
             request_id,
             prompt,
@@ -55,6 +72,7 @@ class Simulation:
             hold=kind == "hold",
             ticket=make_ticket(prompt) if kind == "read" else None,
             generated=generated,
+            stop_token_ids=tuple(stops),
         )
         try:
             self.scheduler.add(request)
@@ -63,6 +81,8 @@ class Simulation:
             return
         self.requests[request_id] = request
         self.said[request_id] = []
+        if stops:
+            text = text[: text.index(stop) + 1]
         self.expected[request_id] = text[len(generated) :]
         if kind == "hold":
             self.expected[request_id] = text[:1]
@@ -110,7 +130,8 @@ class Simulation:
             self.scheduler.cache.drained(request_id)
         for request_id in _due(self.reading):
             if self.rng.random() < 0.7:
-                self.worker.fill(self.requests[request_id])
+                if request_id not in self.arrived:
+                    self.worker.fill(self.requests[request_id])
                 self.scheduler.on_read_ready(request_id)
             else:
                 assert self.scheduler.on_read_failed(request_id, "lost") is not None
@@ -120,21 +141,40 @@ class Simulation:
         self.pass_time()
         for request in self.scheduler.next_reads():
             self.reading[request.request_id] = self.rng.randint(0, 6)
+            self.arrived.discard(request.request_id)
+            if self.rng.random() < 0.5:
+                # Bytes arrive as they like, whatever plans still run.
+                self.worker.fill(request)
+                self.arrived.add(request.request_id)
         counts = self.scheduler.counts()
         plan = self.scheduler.schedule()
-        if plan is None:
+        if plan is not None:
+            self.running.append(Running(plan))
+        elif not self.running:
             waits_for = self.reading or self.draining or self.leases or self.scheduler.next_reads()
             assert waits_for or not (counts.waiting or counts.running), "no progress"
         live = [item for item in self.requests.values() if item.state is not RequestState.FINISHED]
         if may_abort and live and self.rng.random() < 0.1:
             self.abort(self.rng.choice(live).request_id)
-        if plan is not None:
-            result = self.worker.execute(plan)
+        if self.rng.random() < 0.5:
+            self.work(self.rng.randint(0, len(self.running)))
+        if len(self.running) == self.max_plans or (plan is None and self.running):
             if may_abort and self.rng.random() < 0.05:
-                self.take(self.scheduler.cancel(plan))
+                self.work(self.rng.randint(0, len(self.running)))
+                self.running.clear()
+                self.take(self.scheduler.cancel())
             else:
-                self.take(self.scheduler.update(plan, result))
+                self.work(1)
+                done = self.running.popleft()
+                assert done.result is not None
+                self.take(self.scheduler.update(done.plan, done.result))
         self.take(self.scheduler.take_deltas())
+
+    def work(self, num_plans: int) -> None:
+        """Let the worker come so far, in the order of plans."""
+        for item in list(self.running)[:num_plans]:
+            if item.result is None:
+                item.result = self.worker.execute(item.plan)
 
     def finish(self) -> None:
         for _ in range(20_000):
@@ -161,9 +201,10 @@ def _due(timers: dict[str, int]) -> list[str]:
     st.integers(1, 6),
     st.lists(st.sampled_from(KINDS), min_size=1, max_size=14),
     st.booleans(),
+    st.integers(1, MAX_RUNNING_PLANS),
 )
 def test_any_workload_ends_with_right_texts_and_full_pools(
-    rng, num_slabs, pages_per_slab, budget, max_num_seqs, kinds, has_prefix_tree
+    rng, num_slabs, pages_per_slab, budget, max_num_seqs, kinds, has_prefix_tree, max_plans
 ):
     scheduler = make_scheduler(
         num_slabs=num_slabs,
@@ -172,7 +213,7 @@ def test_any_workload_ends_with_right_texts_and_full_pools(
         max_num_seqs=max_num_seqs,
         has_prefix_tree=has_prefix_tree,
     )
-    simulation = Simulation(rng, scheduler, FakeWorker(scheduler))
+    simulation = Simulation(rng, scheduler, FakeWorker(scheduler), max_plans)
     for kind in kinds:
         simulation.add(kind)
         for _ in range(rng.randint(0, 6)):
@@ -184,7 +225,7 @@ def test_any_workload_ends_with_right_texts_and_full_pools(
         if reason == "abort":
             assert said == expected[: len(said)]
         else:
-            assert reason in ("length", "hold")
+            assert reason in ("length", "hold", "stop")
             assert said == expected
     assert scheduler.cache.counts().is_idle
     scheduler.cache.evict_all()
@@ -194,11 +235,12 @@ def test_any_workload_ends_with_right_texts_and_full_pools(
     assert counts.finished_total + counts.aborted_total == len(simulation.requests)
 
 
-def test_hundreds_of_mixed_requests_leak_nothing():
+@pytest.mark.parametrize("max_plans", [1, MAX_RUNNING_PLANS])
+def test_hundreds_of_mixed_requests_leak_nothing(max_plans):
     rng = random.Random(5)
     scheduler = make_scheduler(num_slabs=12, budget_tokens=96, max_num_seqs=6, has_prefix_tree=True)
     idle = scheduler.cache.counts().pool
-    simulation = Simulation(rng, scheduler, FakeWorker(scheduler))
+    simulation = Simulation(rng, scheduler, FakeWorker(scheduler), max_plans)
     for _ in range(300):
         simulation.add(rng.choice(KINDS))
         for _ in range(rng.randint(0, 4)):
@@ -208,7 +250,7 @@ def test_hundreds_of_mixed_requests_leak_nothing():
     scheduler.cache.evict_all()
     assert scheduler.cache.counts().pool == idle
     assert len(simulation.ended) == len(simulation.requests)
-    assert set(simulation.ended.values()) == {"abort", "length", "hold"}
+    assert set(simulation.ended.values()) == {"abort", "length", "hold", "stop"}
     assert scheduler.counts().preempted_total > 0
     assert scheduler.counts().failed_reads_total > 0
     assert scheduler.counts().prefix_hit_tokens_total > 0
