@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from tandem.config.model import ModelConfig
@@ -129,6 +130,30 @@ class Stepper:
         """The sequence starts anew; its slot and pages keep their bytes."""
         self._num_computed[sequence] = 0
 
+    def move_from(self, other: "Stepper", sequence: int) -> None:
+        """The state of a sequence as `other` has it, byte by byte as a transfer would move it."""
+        num_tokens = other._num_computed[sequence]
+        layouts = [_layout(arena) for _, arena in other._ranks]
+        from_, to = other._placement(sequence), self._placement(sequence)
+        for _, arena in self._ranks:
+            for plan in build_rank_plans(layouts, _layout(arena)):
+                ids = plan.read_ids(0, num_tokens, from_, to)
+                source = other._ranks[plan.src_rank][1].buffer
+                pieces = zip(
+                    *plan.local.intervals(ids.local.astype(np.int64)),
+                    *plan.remote.intervals(ids.remote.astype(np.int64)),
+                    strict=True,
+                )
+                for start, nbytes, src_start, src_nbytes in pieces:
+                    assert nbytes == src_nbytes
+                    arena.buffer[start : start + nbytes] = source[src_start : src_start + nbytes]
+        self._num_computed[sequence] = num_tokens
+
+    def _placement(self, sequence: int) -> Placement:
+        has_slot = self._ranks[0][1].spec.slot_nbytes > 0
+        slot = int(self._slots[sequence]) if has_slot else None
+        return Placement(self._pages[sequence].tolist(), slot)
+
     def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """Feed tokens to sequences; returns logits [tokens, vocab] a row, in the order of `rows`.
 
@@ -199,6 +224,11 @@ class Stepper:
             "token_offsets": positions % self._page_tokens,
             "num_decode": num_decode,
         }
+
+
+def _layout(arena: Arena) -> RankLayout:
+    """Where a transfer would find it; no bytes are read at this address."""
+    return RankLayout(1 << 40, arena.spec, arena.geometry)
 
 
 def random_tokens(count: int, seed: int = 1, vocab_size: int = 512) -> list[int]:

@@ -3,32 +3,32 @@
 from dataclasses import replace
 
 from tandem.config.build import build_model_config
-from tandem.config.keys import MAX_HEADS, MAX_LAYERS, Keys
-from tandem.config.model import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, ModelConfig
+from tandem.config.keys import MAX_HEADS, Keys
+from tandem.config.model import LayerConfig, Mamba2Config, ModelConfig
 from tandem.errors import ModelError
-from tandem.models.family import Branch, Family, Part
-from tandem.models.reading import check_groups, check_rotary, read_head_dim, read_heads, read_rotary
+from tandem.models.family import Branch, Family, Part, pre_normed
+from tandem.models.reading import (
+    check_groups,
+    check_rotary,
+    read_attention,
+    read_gated_mlp,
+    read_head_dim,
+    read_num_layers,
+    read_rotary,
+)
 
 
 def _read(keys: Keys) -> ModelConfig:
     norm_eps = keys.number("rms_norm_eps", default=1e-5)
-    num_layers = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    num_heads, num_kv_heads = read_heads(keys)
+    num_layers = read_num_layers(keys)
     head_dim = read_head_dim(keys)
     # Bamba rotates half of each head; published configs carry `attn_rotary_emb` or nothing.
     rotary = read_rotary(keys, head_dim, partial=0.5)
     rotary_dim = keys.integer("attn_rotary_emb", default=rotary.rotary_dim)
-    attention = AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        has_bias=keys.flag("attention_bias", False),
-        rotary=check_rotary(keys, replace(rotary, rotary_dim=rotary_dim), head_dim),
-    )
+    rotary = check_rotary(keys, replace(rotary, rotary_dim=rotary_dim), head_dim)
+    attention = read_attention(keys, rotary=rotary)
     mamba = _mamba(keys, norm_eps)
-    keys.one_of("hidden_act", ("silu",), "silu")
-    mlp = MlpConfig(keys.integer("intermediate_size"), "silu_gated", keys.flag("mlp_bias", False))
+    mlp = read_gated_mlp(keys)
     attention_layers = keys.get("attn_layer_indices", default=[])
     if not isinstance(attention_layers, list) or not all(
         type(index) is int and 0 <= index < num_layers for index in attention_layers
@@ -77,15 +77,18 @@ def _mamba(keys: Keys, norm_eps: float) -> Mamba2Config:
 
 
 def _parts(config: ModelConfig) -> list[Part]:
-    parts = []
+    parts: list[Part] = []
     for index, layer in enumerate(config.layers):
         (mixer,), name = layer.mixers, f"layers.{index}"
         inner = "mamba" if isinstance(mixer, Mamba2Config) else "self_attn"
-        norm = f"{name}.input_layernorm.weight"
-        parts.append(Part(index, (Branch(f"{name}.{inner}.", mixer),), norm))
         assert layer.feed_forward is not None
         feed_forward = Branch(f"{name}.feed_forward.", layer.feed_forward)
-        parts.append(Part(index, (feed_forward,), f"{name}.pre_ff_layernorm.weight"))
+        parts += pre_normed(
+            index,
+            [Branch(f"{name}.{inner}.", mixer)],
+            [feed_forward],
+            feed_forward_norm="pre_ff_layernorm",
+        )
     return parts
 
 

@@ -61,6 +61,25 @@ class Part:
     residual_scale: float | None = None
 
 
+def pre_normed(
+    layer: int,
+    mixers: Sequence[Branch],
+    feed_forwards: Sequence[Branch],
+    *,
+    mixer_norm: str = "input_layernorm",
+    feed_forward_norm: str = "post_attention_layernorm",
+) -> list[Part]:
+    """The two parts of the most common layer, `layers.N`: norm and mixers, norm and feed-forwards.
+
+    Without a feed-forward there is no second part.
+    """
+    name = f"layers.{layer}"
+    parts = [Part(layer, tuple(mixers), f"{name}.{mixer_norm}.weight")]
+    if feed_forwards:
+        parts.append(Part(layer, tuple(feed_forwards), f"{name}.{feed_forward_norm}.weight"))
+    return parts
+
+
 @dataclass(frozen=True)
 class Family:
     """Everything that only one family says.

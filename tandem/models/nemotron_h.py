@@ -3,7 +3,6 @@
 from tandem.config.build import build_model_config
 from tandem.config.keys import MAX_HEADS, Keys
 from tandem.config.model import (
-    AttentionConfig,
     LayerConfig,
     Mamba2Config,
     MlpConfig,
@@ -12,7 +11,13 @@ from tandem.config.model import (
 )
 from tandem.errors import ModelError
 from tandem.models.family import Branch, Family, Part
-from tandem.models.reading import check_groups, read_head_dim, read_heads, read_layer_names
+from tandem.models.reading import (
+    check_groups,
+    read_attention,
+    read_head_dim,
+    read_layer_names,
+    refuse_window,
+)
 
 _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 _BLOCK_TYPES = {
@@ -28,20 +33,9 @@ _BLOCK_TYPES = {
 def _read(keys: Keys) -> ModelConfig:
     # A config may carry both names; this order decides.
     norm_eps = keys.number("layer_norm_epsilon", "rms_norm_eps", default=1e-5)
-    if keys.has("sliding_window"):
-        raise ModelError(
-            f"{keys.source}: sliding_window is not supported for nemotron_h; remove it"
-        )
-    num_heads, num_kv_heads = read_heads(keys)
+    refuse_window(keys)
     head_dim = read_head_dim(keys, "head_dim", "attention_head_dim")
-    attention = AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        has_bias=keys.flag("attention_bias", False),
-        rotary=None,
-    )
+    attention = read_attention(keys, rotary=None, head_dim=head_dim)
     mamba = _mamba(keys, norm_eps)
     activation = keys.one_of("mlp_hidden_act", ("relu2",), "relu2")
     has_mlp_bias = keys.flag("mlp_bias", False)

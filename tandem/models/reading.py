@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tandem.config.keys import MAX_HEADS, MAX_POSITION, Keys
-from tandem.config.model import RotaryConfig, RotaryScaling
+from tandem.config.keys import MAX_HEADS, MAX_LAYERS, MAX_POSITION, Keys
+from tandem.config.model import AttentionConfig, MlpConfig, RotaryConfig, RotaryScaling
 from tandem.errors import ModelError
 
 
@@ -24,6 +25,45 @@ def read_head_dim(keys: Keys, *names: str) -> int:
     """`names` in order, else the hidden size over the query heads."""
     default = keys.integer("hidden_size") // keys.integer("num_attention_heads", maximum=MAX_HEADS)
     return keys.integer(*(names or ("head_dim",)), default=default)
+
+
+def read_attention(
+    keys: Keys, *, rotary: RotaryConfig | None, head_dim: int | None = None, **options: Any
+) -> AttentionConfig:
+    """Grouped-query attention with the usual keys; `options`: other fields of the config."""
+    num_heads, num_kv_heads = read_heads(keys)
+    head_dim = head_dim or read_head_dim(keys)
+    fields = {
+        "scale": head_dim**-0.5,
+        "has_bias": keys.flag("attention_bias", False),
+        **options,
+    }
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary=rotary,
+        **fields,
+    )
+
+
+def read_gated_mlp(keys: Keys, *names: str) -> MlpConfig:
+    """Three projections around silu; `names`: keys of the inner size."""
+    keys.one_of("hidden_act", ("silu",), "silu")
+    size = keys.integer(*(names or ("intermediate_size",)))
+    return MlpConfig(size, "silu_gated", keys.flag("mlp_bias", False))
+
+
+def read_num_layers(keys: Keys) -> int:
+    return keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
+
+
+def refuse_window(keys: Keys, key: str = "sliding_window") -> None:
+    """Of a family whose published models see all of their context."""
+    if keys.has(key):
+        raise ModelError(
+            f"{keys.source}: {key} is not supported for {keys.get('model_type')}; remove it"
+        )
 
 
 def read_rotary(

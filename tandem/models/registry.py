@@ -9,12 +9,16 @@ from tandem.config.model import ModelConfig
 from tandem.errors import ModelError
 from tandem.models.bamba import BAMBA
 from tandem.models.family import Family
+from tandem.models.llama import LLAMA
 from tandem.models.nemotron_h import NEMOTRON_H
+from tandem.models.qwen3 import QWEN3
 
 # By model_type of config.json.
 FAMILIES: dict[str, Family] = {
     "nemotron_h": NEMOTRON_H,
     "bamba": BAMBA,
+    "llama": LLAMA,
+    "qwen3": QWEN3,
 }
 
 
