@@ -103,3 +103,13 @@ def count_tiles(p_starts, i_row, BT: tl.constexpr, BR: tl.constexpr):
         b_stop = tl.load(p_starts + o_r + 1, mask=o_r < i_row, other=0).to(tl.int32)
         count += tl.sum((b_stop - b_start + BT - 1) // BT, 0)
     return count
+
+
+@triton.jit
+def softplus(b_x):
+    """log(1 + exp(x)), exact also where exp(x) vanishes beside 1 or overflows."""
+    # log(1 + u) loses small u to the rounding of 1 + u; what was lost is known, and put back.
+    b_u = tl.exp(-tl.abs(b_x))
+    b_one = 1.0 + b_u
+    b_log = tl.where(b_one == 1.0, b_u, tl.log(b_one) * (b_u / (b_one - 1.0)))
+    return tl.maximum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL) + b_log

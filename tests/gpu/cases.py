@@ -12,8 +12,11 @@ import torch
 from tandem.ops.activation import reference as activation_reference
 from tandem.ops.attention import reference as attention_reference
 from tandem.ops.conv1d import reference as conv1d_reference
+from tandem.ops.delta_rule import reference as delta_reference
 from tandem.ops.experts import reference as experts_reference
 from tandem.ops.norm import reference as norm_reference
+from tandem.ops.norm_gate import reference as norm_gate_reference
+from tandem.ops.rg_lru import reference as rg_lru_reference
 from tandem.ops.ssd import reference as ssd_reference
 from tests.tolerances import assert_close
 from tests.unit.ops.arena import GarbageArena
@@ -131,6 +134,147 @@ def check_ssd_update(
     assert_close(y, expected)
     states.assert_only_changed(slots)
     assert_close(states.view[slots], expected_state[slots], state_dtype)
+
+
+def _delta_values(
+    rng: Random, num_tokens: int, heads: int, groups: int, key: int, value: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """q, k and v as slices of one tensor."""
+    widths = [groups * key, groups * key, heads * value]
+    parts = rng.normal(num_tokens, sum(widths) + 3, dtype=dtype)[:, 3:].split(widths, dim=1)
+    shapes = [(groups, key), (groups, key), (heads, value)]
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _delta_gates(
+    rng: Random, num_tokens: int, heads: int, key: int, dtype: torch.dtype, by_channel: bool
+) -> list[torch.Tensor]:
+    """a, b, A and dt_bias; decays of every size."""
+    inner = (heads, key) if by_channel else (heads,)
+    a = (2 * rng.normal(num_tokens, torch.Size(inner).numel() + 5)).to(dtype)[:, 5:]
+    b = rng.normal(num_tokens, heads + 5, dtype=dtype)[:, 5:]
+    return [a.unflatten(1, inner), b, -torch.exp(rng.normal(heads)), rng.normal(*inner) - 2]
+
+
+def check_delta_prefill(
+    module: ModuleType,
+    device: str,
+    lengths: list[int],
+    has_state: list[bool],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    heads: int = 4,
+    groups: int = 2,
+    key: int = 128,
+    value: int = 128,
+    by_channel: bool = False,
+    max_beta: float = 1.0,
+    floor: float | None = None,
+) -> None:
+    rng = Random(device)
+    num_tokens, rows = sum(lengths), len(lengths)
+    q, k, v = _delta_values(rng, num_tokens, heads, groups, key, value, dtype)
+    gates = _delta_gates(rng, num_tokens, heads, key, dtype, by_channel)
+    slots = [2 * row + 1 for row in range(rows)][::-1]
+    states = arena(rng, 2 * rows + 1, (heads, value, key), state_dtype)
+    for slot, is_live in zip(slots, has_state, strict=True):
+        if is_live:
+            states.fill(slot, rng.normal(heads, value, key))
+    live = torch.tensor(has_state, device=device)
+    rest = (rng.index(slots), rng.starts(lengths), live, max_beta, floor)
+    expected_state = states.view.float().clone()
+    expected = delta_reference.delta_prefill(
+        q.float(), k.float(), v.float(), *gates, expected_state, *rest
+    )
+    poison(2 * v.numel(), device)
+    o = module.delta_prefill(q, k, v, *gates, states.view, *rest)
+
+    assert o.dtype == dtype
+    assert_close(o, expected)
+    touched = [slot for slot, length in zip(slots, lengths, strict=True) if length]
+    states.assert_only_changed(touched)
+    # The state is a sum of products of operands in the dtype of v.
+    assert_close(states.view[touched], expected_state[touched], coarser(dtype, state_dtype))
+
+
+def check_delta_update(
+    module: ModuleType,
+    device: str,
+    rows: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    heads: int = 4,
+    groups: int = 2,
+    key: int = 128,
+    value: int = 128,
+    by_channel: bool = False,
+    max_beta: float = 2.0,
+    floor: float | None = None,
+) -> None:
+    rng = Random(device)
+    q, k, v = _delta_values(rng, rows, heads, groups, key, value, dtype)
+    gates = _delta_gates(rng, rows, heads, key, dtype, by_channel)
+    slots = [2 * row + 1 for row in range(rows)][::-1]
+    states = arena(rng, 2 * rows + 1, (heads, value, key), state_dtype)
+    for slot in slots:
+        states.fill(slot, rng.normal(heads, value, key))
+    rest = (rng.index(slots), max_beta, floor)
+    expected_state = states.view.float().clone()
+    expected = delta_reference.delta_update(
+        q.float(), k.float(), v.float(), *gates, expected_state, *rest
+    )
+    poison(v.numel(), device)
+    o = module.delta_update(q, k, v, *gates, states.view, *rest)
+
+    assert o.dtype == dtype
+    assert_close(o, expected)
+    states.assert_only_changed(slots)
+    assert_close(states.view[slots], expected_state[slots], state_dtype)
+
+
+def check_rg_lru(
+    module: ModuleType,
+    device: str,
+    lengths: list[int],
+    has_state: list[bool] | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    blocks: int = 10,
+    width: int = 256,
+) -> None:
+    """has_state None: rows of one token through `rg_lru_update`."""
+    rng = Random(device)
+    num_tokens, rows = sum(lengths), len(lengths)
+    x = rng.normal(num_tokens, blocks, width + 3, dtype=dtype)[..., 3:]
+    # Both gates come out of one product by block.
+    gates = rng.normal(blocks, num_tokens, 2 * width, dtype=dtype).transpose(0, 1)
+    gates = gates.split(width, dim=-1)
+    A = -8 * torch.rand(blocks, width, device=device) ** 4  # some channels hardly forget
+    slots = [2 * row + 1 for row in range(rows)][::-1]
+    states = arena(rng, 2 * rows + 1, (blocks, width), state_dtype)
+    for slot, is_live in zip(slots, has_state or [True] * rows, strict=True):
+        if is_live:
+            states.fill(slot, rng.normal(blocks, width))
+    if has_state is None:
+        name, rest = "rg_lru_update", (rng.index(slots),)
+    else:
+        name, live = "rg_lru_prefill", torch.tensor(has_state, device=device)
+        rest = (rng.index(slots), rng.starts(lengths), live)
+    expected_state = states.view.float().clone()
+    expected = getattr(rg_lru_reference, name)(
+        x.float(), *(gate.float() for gate in gates), A, expected_state, *rest
+    )
+    poison(x.numel(), device)
+    h = getattr(module, name)(x, *gates, A, states.view, *rest)
+
+    assert h.dtype == dtype
+    assert_close(h, expected)
+    touched = [slot for slot, length in zip(slots, lengths, strict=True) if length]
+    states.assert_only_changed(touched)
+    assert_close(states.view[touched], expected_state[touched], state_dtype)
 
 
 def check_conv1d(
@@ -269,6 +413,29 @@ def check_gated_norm(
         y.float(), gate.float(), weight.float(), 1e-5, group_size
     )
     assert_close(out, expected, dtype)
+
+
+def check_norm_gate(
+    module: ModuleType,
+    device: str,
+    num_tokens: int,
+    groups: int,
+    group_size: int,
+    activation: str,
+    dtype: torch.dtype,
+) -> None:
+    """With a weight of all channels, and one that all groups share."""
+    rng = Random(device)
+    width = groups * group_size
+    y, weight = rng.normal(num_tokens, width, dtype=dtype), rng.normal(width, dtype=dtype)
+    gate = rng.normal(num_tokens, width + 7, dtype=dtype)[:, :width]
+    for own in (weight, weight[:group_size]):
+        poison(y.numel(), device)
+        out = module.norm_gate(y, gate, own, 1e-5, group_size, activation)
+        expected = norm_gate_reference.norm_gate(
+            y.float(), gate.float(), own.float(), 1e-5, group_size, activation
+        )
+        assert_close(out, expected, dtype)
 
 
 def check_activations(

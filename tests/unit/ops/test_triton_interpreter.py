@@ -16,9 +16,13 @@ if importlib.util.find_spec("triton") is None:
 from tandem.ops.activation import triton as activation
 from tandem.ops.attention import triton as attention
 from tandem.ops.conv1d import triton as conv1d
+from tandem.ops.delta_rule import triton as delta_rule
 from tandem.ops.experts import triton as experts
 from tandem.ops.norm import triton as norm
+from tandem.ops.norm_gate import triton as norm_gate
+from tandem.ops.rg_lru import triton as rg_lru
 from tandem.ops.ssd import triton as ssd
+from tandem.ops.tuning import trying
 from tests.gpu import cases
 
 SMALL = {"dtype": torch.float32, "heads": 2, "groups": 1, "head_dim": 5, "state_size": 7}
@@ -95,3 +99,39 @@ def test_experts(kind):
     cases.check_experts(
         experts, "cpu", 9, kind, dtype=torch.float32, num_experts=4, hidden=24, inner=20, top_k=2
     )
+
+
+DELTA = {"dtype": torch.float32, "heads": 2, "groups": 1, "key": 6, "value": 20}
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("floor", [None, -5.0])
+def test_delta_update(by_channel, floor):
+    cases.check_delta_update(delta_rule, "cpu", 3, by_channel=by_channel, floor=floor, **DELTA)
+
+
+@pytest.mark.parametrize("max_beta", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("lengths", "has_state"), [([5, 0, 20], [True, True, False]), ([1], [False]), ([50], [True])]
+)
+def test_delta_prefill(lengths, has_state, max_beta):
+    cases.check_delta_prefill(delta_rule, "cpu", lengths, has_state, max_beta=max_beta, **DELTA)
+
+
+@pytest.mark.parametrize("tokens", [32, 64])
+def test_delta_prefill_in_chunks_as_long_as_those_of_16_bit_values(tokens):
+    with trying("delta_prefill", {"BT": tokens, "BV": 16}):
+        cases.check_delta_prefill(delta_rule, "cpu", [100, 3], [True, False], max_beta=2.0, **DELTA)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "has_state"),
+    [([5, 0, 40], [True, True, False]), ([33], [False]), ([1, 1], None)],
+)
+def test_rg_lru(lengths, has_state):
+    cases.check_rg_lru(rg_lru, "cpu", lengths, has_state, dtype=torch.float32, blocks=3, width=7)
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_norm_gate(activation):
+    cases.check_norm_gate(norm_gate, "cpu", 3, 3, 20, activation, torch.float32)
