@@ -87,8 +87,9 @@ def feed_forward_parameters(item: FeedForwardConfig, hidden_size: int) -> tuple[
         return size, size
     assert isinstance(item, MoeConfig)
     inner = item.latent_size or hidden_size
-    expert = 2 * inner * item.intermediate_size
-    shared = 2 * hidden_size * item.shared_intermediate_size
+    matrices = 3 if item.activation == "silu_gated" else 2
+    expert = matrices * inner * item.intermediate_size
+    shared = matrices * hidden_size * item.shared_intermediate_size
     latent = 2 * hidden_size * item.latent_size if item.latent_size else 0
     common = shared + latent + hidden_size * item.num_experts
     return common + item.num_experts * expert, common + item.top_k * expert
@@ -156,9 +157,9 @@ def count_work(model: ModelConfig) -> Work:
             held, used = held + all_of, used + one_of
             if isinstance(item, MoeConfig):
                 width = item.latent_size or model.hidden_size
-                experts.append(
-                    ExpertLayer(item.num_experts, item.top_k, 2 * width * item.intermediate_size)
-                )
+                matrices = 3 if item.activation == "silu_gated" else 2
+                size = matrices * width * item.intermediate_size
+                experts.append(ExpertLayer(item.num_experts, item.top_k, size))
     spec = build_state_spec(model, tp=1, rank=0, page_tokens=16)
     return Work(
         num_weights=held,

@@ -73,6 +73,13 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Mamba2Config:
+    """Heads with a scalar decay each (Dao & Gu 2024).
+
+    norm: of the output, in as many groups as B and C: "gated" (of y * silu(z)), "before_gate" (of
+        y, which is then multiplied by silu(z)) or "none" (y * silu(z)).
+    has_out_bias: None: as `has_proj_bias`.
+    """
+
     kind: ClassVar[str] = "mamba2"
     num_heads: int
     head_dim: int
@@ -84,6 +91,8 @@ class Mamba2Config:
     dt_limit: tuple[float, float]
     chunk_size: int
     norm_eps: float
+    norm: str = "gated"
+    has_out_bias: bool | None = None
 
     @property
     def inner_size(self) -> int:
@@ -199,10 +208,14 @@ class MlpConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Sigmoid-routed experts with a correction bias, group limits and a shared expert.
+    """Routed experts with group limits, and a shared expert for all tokens.
 
-    `latent_size`: experts work in a smaller space between two projections (Nemotron-3 Super), else
-    None.
+    latent_size: experts work in a smaller space between two projections (Nemotron-3 Super), else
+        None.
+    shared_intermediate_size: 0 for no shared expert. has_shared_gate: the shared expert's output is
+        multiplied by the sigmoid of one more projection (Qwen).
+    score: of the router: "sigmoid" or "softmax". has_correction_bias: added to scores for the
+        choice alone.
     """
 
     kind: ClassVar[str] = "moe"
@@ -217,6 +230,9 @@ class MoeConfig:
     normalize_weights: bool
     scaling_factor: float
     has_bias: bool
+    score: str = "sigmoid"
+    has_correction_bias: bool = True
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ convolution, the state-space recurrence, a gated norm in groups, one projection 
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 
 from tandem.config.model import Mamba2Config
 from tandem.layers.batch import ForwardBatch
@@ -39,6 +40,7 @@ class Mamba2:
             _moved((first, last), inner + conv_size),
         )
         dtype, has_bias = context.dtype, config.has_proj_bias
+        has_out_bias = has_bias if config.has_out_bias is None else config.has_out_bias
         in_size = inner + conv_size + config.num_heads
         weights = {
             **linear("in_proj", in_size, context.hidden_size, has_bias, dtype, rows=rows),
@@ -49,9 +51,10 @@ class Mamba2:
             "A_log": part("A_log", (config.num_heads,), torch.float32, (first, last)),
             "dt_bias": part("dt_bias", (config.num_heads,), torch.float32, (first, last)),
             "D": part("D", (config.num_heads,), torch.float32, (first, last)),
-            "norm.weight": part("norm.weight", (inner,), dtype, heads),
-            **linear("out_proj", context.hidden_size, inner, has_bias, dtype, columns=heads),
+            **linear("out_proj", context.hidden_size, inner, has_out_bias, dtype, columns=heads),
         }
+        if config.norm != "none":
+            weights["norm.weight"] = part("norm.weight", (inner,), dtype, heads)
         if config.has_conv_bias:
             weights["conv1d.bias"] = part("conv1d.bias", (conv_size,), dtype, *channels)
         return weights
@@ -83,7 +86,8 @@ class Mamba2:
         self._A = -tensors["A_log"].exp()
         self._D = tensors["D"]
         self._dt_bias = tensors["dt_bias"]
-        self._norm_weight = tensors["norm.weight"]
+        self._norm = config.norm
+        self._norm_weight = tensors.get("norm.weight")
         self._state: Mapping[str, torch.Tensor] | None = None
         self._windows: list[torch.Tensor] = []
 
@@ -105,16 +109,23 @@ class Mamba2:
                     self._prefill(xBC[num_decode:], dt[num_decode:], windows, state["ssm"], batch),
                 ]
             )
+        return self._out_proj(self._gated(y.flatten(1), z))
+
+    def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """y [T, inner] normed and gated by z."""
+        if self._norm_weight is None:
+            return y * F.silu(z)
+        gate = z if self._norm == "gated" else None
         normed = gated_rms_norm(
-            y.flatten(1),
-            z,
+            y,
+            gate,
             self._norm_weight,
             self._eps,
             self._norm_group_size,
             self._reduce_squares,
             self._total_group_size,
         )
-        return self._out_proj(normed)
+        return normed if gate is not None else normed * F.silu(z)
 
     def _windows_of(self, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Views [num_slots, C_i, W - 1] of x, B and C; an engine's arena stays the same, so they

@@ -1,10 +1,11 @@
-"""Mixture of experts with a sigmoid router, a shared expert, and experts in a latent space.
+"""Mixture of experts: routed ones, a shared one, and experts in a latent space.
 
 Every rank routes alike and holds its share of the inner channels of each expert, so that load is
 even whatever the router chooses.
 """
 
 import torch
+import torch.nn.functional as F
 
 from tandem.config.model import MlpConfig, MoeConfig
 from tandem.layers.batch import ForwardBatch
@@ -26,8 +27,11 @@ class Moe:
         width = config.latent_size or hidden
         channels = context.shard(size, "expert intermediate channels")
         experts = [f"experts.{expert}" for expert in range(config.num_experts)]
+        projections = ("gate_proj", "up_proj") if _is_gated(config) else ("up_proj",)
         up = tuple(
-            Piece(f"{name}.up_proj.weight", (size, width), 0, (channels,)) for name in experts
+            Piece(f"{name}.{projection}.weight", (size, width), 0, (channels,))
+            for name in experts
+            for projection in projections
         )
         down = tuple(
             Piece(f"{name}.down_proj.weight", (width, size), 1, (channels,)) for name in experts
@@ -35,12 +39,15 @@ class Moe:
         weights = {
             # A choice between near-equal scores must not depend on rounding: the router is fp32.
             "gate.weight": whole("gate.weight", (config.num_experts, hidden), torch.float32),
-            "gate.bias": whole(
-                "gate.e_score_correction_bias", (config.num_experts,), torch.float32
-            ),
-            "up": Weight(up, dtype, is_stacked=True),
+            "up": Weight(up, dtype, is_stacked=True, pieces_each=len(projections)),
             "down": Weight(down, dtype, is_stacked=True),
         }
+        if config.has_correction_bias:
+            weights["gate.bias"] = whole(
+                "gate.e_score_correction_bias", (config.num_experts,), torch.float32
+            )
+        if config.has_shared_gate:
+            weights |= linear("shared_gate", 1, hidden, False, dtype)
         if config.latent_size is not None:
             has_bias = config.has_bias
             weights |= linear("fc1_latent_proj", width, hidden, has_bias, dtype)
@@ -53,14 +60,15 @@ class Moe:
         self._tp = context.tp
         self._router = Router(
             tensors["gate.weight"],
-            tensors["gate.bias"],
+            tensors.get("gate.bias"),
             config.top_k,
             config.num_groups,
             config.topk_groups,
             config.normalize_weights,
             config.scaling_factor,
+            config.score,
         )
-        self._up = tensors["up"]  # [E, I, h]
+        self._up = tensors["up"]  # [E, I, h], or [E, 2 I, h] with the gate first
         self._down = tensors["down"]  # [E, h, I]
         has_latent = config.latent_size is not None
         self._to_latent = build_linear(tensors, "fc1_latent_proj") if has_latent else None
@@ -70,6 +78,7 @@ class Moe:
         )
         shared = _shared_config(config)
         self._shared = None if shared is None else Mlp(shared, context, tensors, _SHARED)
+        self._shared_gate = tensors.get("shared_gate.weight")  # [1, hidden]
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         config = self._config
@@ -78,12 +87,18 @@ class Moe:
             batch.routing.append(ids)
         inner = hidden if self._to_latent is None else self._to_latent(hidden)
         shared = None if self._shared is None else self._shared.partial(hidden)
+        if shared is not None and self._shared_gate is not None:
+            shared = shared * F.linear(hidden, self._shared_gate).sigmoid()
         base = shared if self._from_latent is None else None
         out = experts_mlp(inner, self._up, self._down, weights, ids, config.activation, base)
         if self._from_latent is not None:
             out = self._from_latent.partial(out)
             out = out if shared is None else out + shared
         return self._tp.all_reduce(out)
+
+
+def _is_gated(config: MoeConfig) -> bool:
+    return config.activation == "silu_gated"
 
 
 def _shared_config(config: MoeConfig) -> MlpConfig | None:

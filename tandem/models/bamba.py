@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 from tandem.config.build import build_model_config
-from tandem.config.keys import MAX_HEADS, Keys
+from tandem.config.keys import Keys
 from tandem.config.model import LayerConfig, Mamba2Config, ModelConfig
 from tandem.errors import ModelError
 from tandem.models.family import Branch, Family, Part, pre_normed
 from tandem.models.reading import (
-    check_groups,
     check_rotary,
     read_attention,
     read_gated_mlp,
     read_head_dim,
+    read_mamba2,
     read_num_layers,
     read_rotary,
 )
@@ -27,7 +27,7 @@ def _read(keys: Keys) -> ModelConfig:
     rotary_dim = keys.integer("attn_rotary_emb", default=rotary.rotary_dim)
     rotary = check_rotary(keys, replace(rotary, rotary_dim=rotary_dim), head_dim)
     attention = read_attention(keys, rotary=rotary)
-    mamba = _mamba(keys, norm_eps)
+    mamba = read_mamba2(keys, norm_eps)
     mlp = read_gated_mlp(keys)
     attention_layers = keys.get("attn_layer_indices", default=[])
     if not isinstance(attention_layers, list) or not all(
@@ -46,34 +46,6 @@ def _read(keys: Keys) -> ModelConfig:
         norm_eps=norm_eps,
         residual_in_fp32=keys.flag("residual_in_fp32", False),
     )
-
-
-def _mamba(keys: Keys, norm_eps: float) -> Mamba2Config:
-    num_heads = keys.integer("mamba_n_heads", maximum=MAX_HEADS)
-    inner_size = keys.integer("mamba_expand", default=2) * keys.integer("hidden_size")
-    if keys.get("mamba_d_head", default="auto") == "auto":
-        head_dim = inner_size // num_heads
-    else:
-        head_dim = keys.integer("mamba_d_head")
-    if num_heads * head_dim != inner_size:
-        raise ModelError(
-            f"{keys.source}: mamba_n_heads={num_heads} heads of mamba_d_head={head_dim} are not "
-            f"mamba_expand * hidden_size = {inner_size} wide"
-        )
-    mamba = Mamba2Config(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_groups=keys.integer("mamba_n_groups", default=1),
-        state_size=keys.integer("mamba_d_state", default=256),
-        conv_kernel=keys.integer("mamba_d_conv", default=4, minimum=2),
-        has_conv_bias=keys.flag("mamba_conv_bias", True),
-        has_proj_bias=keys.flag("mamba_proj_bias", False),
-        dt_limit=keys.dt_limit(),
-        chunk_size=keys.integer("mamba_chunk_size", default=256),
-        norm_eps=norm_eps,
-    )
-    check_groups(keys, mamba.num_heads, mamba.num_groups)
-    return mamba
 
 
 def _parts(config: ModelConfig) -> list[Part]:

@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.config.keys import MAX_HEADS, MAX_LAYERS, MAX_POSITION, Keys
-from tandem.config.model import AttentionConfig, MlpConfig, RotaryConfig, RotaryScaling
+from tandem.config.model import (
+    AttentionConfig,
+    Mamba2Config,
+    MlpConfig,
+    RotaryConfig,
+    RotaryScaling,
+)
 from tandem.errors import ModelError
 
 
@@ -132,6 +138,42 @@ def check_rotary(keys: Keys, rotary: RotaryConfig, head_dim: int) -> RotaryConfi
             f"{keys.source}: {rotary.rotary_dim} rotary dimensions of a {head_dim} wide head"
         )
     return rotary
+
+
+def read_mamba2(
+    keys: Keys, norm_eps: float, *, inner_size: int | None = None, **options: Any
+) -> Mamba2Config:
+    """Mamba-2 with the keys of Bamba; `options`: other fields of the config.
+
+    `inner_size`: None for `mamba_expand` times the hidden size.
+    """
+    num_heads = keys.integer("mamba_n_heads", maximum=MAX_HEADS)
+    size_name = "inner size" if inner_size else "mamba_expand * hidden_size"
+    inner_size = inner_size or keys.integer("mamba_expand", default=2) * keys.integer("hidden_size")
+    if keys.get("mamba_d_head", default="auto") == "auto":
+        head_dim = inner_size // num_heads
+    else:
+        head_dim = keys.integer("mamba_d_head")
+    if num_heads * head_dim != inner_size:
+        raise ModelError(
+            f"{keys.source}: mamba_n_heads={num_heads} heads of mamba_d_head={head_dim} are not "
+            f"{size_name} = {inner_size} wide"
+        )
+    mamba = Mamba2Config(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=keys.integer("mamba_n_groups", default=1),
+        state_size=keys.integer("mamba_d_state", default=256),
+        conv_kernel=keys.integer("mamba_d_conv", default=4, minimum=2),
+        has_conv_bias=keys.flag("mamba_conv_bias", True),
+        has_proj_bias=keys.flag("mamba_proj_bias", False),
+        dt_limit=keys.dt_limit(),
+        chunk_size=keys.integer("mamba_chunk_size", default=256),
+        norm_eps=norm_eps,
+        **options,
+    )
+    check_groups(keys, mamba.num_heads, mamba.num_groups)
+    return mamba
 
 
 def check_groups(keys: Keys, num_heads: int, num_groups: int) -> None:

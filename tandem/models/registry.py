@@ -8,8 +8,11 @@ from tandem.config.keys import Keys, read_config_json
 from tandem.config.model import ModelConfig
 from tandem.errors import ModelError
 from tandem.models.bamba import BAMBA
+from tandem.models.falcon_h1 import FALCON_H1
 from tandem.models.family import Family
+from tandem.models.granite_hybrid import GRANITE_HYBRID
 from tandem.models.llama import LLAMA
+from tandem.models.mamba2 import CODESTRAL_MAMBA, MAMBA2, codestral_keys
 from tandem.models.nemotron_h import NEMOTRON_H
 from tandem.models.qwen3 import QWEN3
 
@@ -17,7 +20,11 @@ from tandem.models.qwen3 import QWEN3
 FAMILIES: dict[str, Family] = {
     "nemotron_h": NEMOTRON_H,
     "bamba": BAMBA,
+    "codestral_mamba": CODESTRAL_MAMBA,
+    "falcon_h1": FALCON_H1,
+    "granitemoehybrid": GRANITE_HYBRID,
     "llama": LLAMA,
+    "mamba2": MAMBA2,
     "qwen3": QWEN3,
 }
 
@@ -28,14 +35,13 @@ def load_model_config(
     """Read the shapes of the model in a local HF folder.
 
     Args:
-        path: folder that holds config.json, or the file.
+        path: folder that holds config.json (or, of Codestral Mamba, params.json), or the file.
         dtype: weights, activations, K/V and conv window; None takes the checkpoint's own.
         state_dtype: recurrent state at rest; None takes the checkpoint's own, else float32.
 
     Raises: ModelError naming file, key and value.
     """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    keys = Keys(read_config_json(path), folder / "config.json")
+    keys = _read_keys(Path(path))
     family = keys.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         named = keys.get("architectures", default=[])
@@ -56,3 +62,11 @@ def load_model_config(
         checked = check_dtype(keys.source, "state_dtype", state_dtype)
         model = replace(model, state_dtype=checked)
     return model
+
+
+def _read_keys(path: Path) -> Keys:
+    folder = path if path.is_dir() else path.parent
+    params = folder / "params.json"
+    if not (folder / "config.json").exists() and params.exists():
+        return codestral_keys(read_config_json(params), params)
+    return Keys(read_config_json(path), folder / "config.json")

@@ -93,7 +93,10 @@ def weight_files(folder: Path) -> list[Path]:
             ) from None
         files = [folder / name for name in names]
     else:
-        files = sorted(folder.glob("model*.safetensors"))
+        # The second name is that of models with a params.json.
+        files = sorted(folder.glob("model*.safetensors")) or sorted(
+            folder.glob("consolidated*.safetensors")
+        )
         if not files:
             raise ModelError(
                 f"{folder} has neither {_INDEX} nor model*.safetensors; "

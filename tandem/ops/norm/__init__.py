@@ -27,14 +27,14 @@ def add_rms_norm(
 
 def gated_rms_norm(
     y: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     group_size: int,
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     total_group_size: int | None = None,
 ) -> torch.Tensor:
-    """Norm within groups of y * silu(gate); see `reference.gated_rms_norm`."""
-    return choose("norm", reference, y).gated_rms_norm(
-        y, gate, weight, eps, group_size, all_reduce, total_group_size
-    )
+    """Norm within groups of y * silu(gate), or of y; see `reference.gated_rms_norm`."""
+    # No published model norms before its gate: only the reference does.
+    chosen = reference if gate is None else choose("norm", reference, y)
+    return chosen.gated_rms_norm(y, gate, weight, eps, group_size, all_reduce, total_group_size)

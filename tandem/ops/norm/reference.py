@@ -30,7 +30,7 @@ def add_rms_norm(
 
 def gated_rms_norm(
     y: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     group_size: int,
@@ -40,7 +40,7 @@ def gated_rms_norm(
     """rms_norm within each group of channels of y * silu(gate), times weight.
 
     Args:
-        y, gate: [T, C].    weight: [C].
+        y, gate: [T, C]; no gate norms y itself.    weight: [C].
         group_size: channels of one group on this rank; C % group_size == 0.
         all_reduce: sums [T, C / group_size] fp32 over the ranks that share a group; None when none
             is shared.
@@ -51,7 +51,8 @@ def gated_rms_norm(
     parallelism).
     """
     work = torch.promote_types(y.dtype, torch.float32)
-    values = (y.to(work) * F.silu(gate.to(work))).unflatten(-1, (-1, group_size))
+    values = y.to(work) if gate is None else y.to(work) * F.silu(gate.to(work))
+    values = values.unflatten(-1, (-1, group_size))
     squares = values.square().sum(-1)  # [T, groups]
     if all_reduce is not None:
         squares = all_reduce(squares)

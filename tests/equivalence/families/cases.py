@@ -5,6 +5,7 @@ of layer, and what its oracle needs.
     CASES["llama"].save(model, folder)       # config.json, model.safetensors
 """
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 VOCAB = 512
 _COMMON: dict[str, Any] = {
@@ -26,11 +28,31 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+_LINEAR, _FULL = "linear_attention", "full_attention"
 _HEADS: dict[str, Any] = {**_COMMON, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def _save(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
+
+
+def _save_codestral(model: Any, folder: Path) -> None:
+    """As Mistral published it: sizes alone, and the names of the library that trained it."""
+    config = model.config
+    params = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "n_groups": config.n_groups,
+        "tie_embeddings": False,
+        "model_type": "mamba",
+    }
+    (folder / "params.json").write_text(json.dumps(params))
+    tensors = {
+        f"model.{name.replace('.embeddings.', '.embedding.')}": tensor
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, folder / "consolidated.safetensors")
 
 
 def _keep(model: Any) -> None:
@@ -83,9 +105,105 @@ def _randomise(model: Any) -> None:
                 tensor.add_(torch.empty(tensor.shape).normal_(0, 0.1, generator=generator))
 
 
+_MAMBA2_OF_HYBRIDS: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+_MAMBA2: dict[str, Any] = {
+    **_COMMON,
+    "state_size": 16,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+}
+_GRANITE: dict[str, Any] = {
+    **_HEADS,
+    **_MAMBA2_OF_HYBRIDS,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR],
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 3.0,
+}
+_FALCON_H1: dict[str, Any] = {
+    **_HEADS,
+    **_MAMBA2_OF_HYBRIDS,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.8, 1.3],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 0.7, 1.4, 1.2],
+}
 _LLAMA = {**_HEADS, "intermediate_size": 128, "num_hidden_layers": 2}
 
 CASES: dict[str, Case] = {
+    "mamba2": Case(
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        _MAMBA2,
+        refused=(({"n_groups": 4, "hidden_size": 96, "num_heads": 12}, 6, r"groups has 4 units"),),
+    ),
+    "codestral_mamba": Case(
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        # What the format does not say.
+        {**_MAMBA2, "head_dim": 64, "num_heads": 2, "state_size": 128, "chunk_size": 256},
+        ranks=(2,),
+        save=_save_codestral,
+    ),
+    "granitemoehybrid": Case("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", {**_GRANITE}),
+    "granitemoehybrid_dense": Case(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_GRANITE,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "tie_word_embeddings": True,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon_h1": Case(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        _FALCON_H1,
+        ranks=(2,),
+        refused=(({}, 4, r"layer 0 mamba2 heads has 6 units.*tp=4"),),
+    ),
+    "falcon_h1_biased": Case(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **_FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "llama": Case(
         "LlamaConfig",
         "LlamaForCausalLM",

@@ -24,7 +24,7 @@ class Subject:
     logits: torch.Tensor
 
     def stepper(self, **options: Any) -> Stepper:
-        return Stepper(self.folder, **{"page_tokens": 8, **options})
+        return Stepper(self.folder, **{"page_tokens": 8, "dtype": "float32", **options})
 
 
 def build_subject(case: Case, folder: Path) -> Subject:

@@ -32,20 +32,29 @@ def expected(config: MoeConfig, stored: dict[str, torch.Tensor], x: torch.Tensor
         return F.linear(value, stored[f"{name}.weight"], stored.get(f"{name}.bias"))
 
     def mlp(name: str, value: torch.Tensor) -> torch.Tensor:
-        return project(f"{name}.down_proj", project(f"{name}.up_proj", value).relu() ** 2)
+        inner = project(f"{name}.up_proj", value)
+        if config.activation == "silu_gated":
+            inner = F.silu(project(f"{name}.gate_proj", value)) * inner
+        else:
+            inner = inner.relu() ** 2
+        return project(f"{name}.down_proj", inner)
 
-    scores = project("gate", x).sigmoid()
-    corrected = scores + stored["gate.e_score_correction_bias"]
+    logits = project("gate", x)
+    scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
+    corrected = scores + stored.get("gate.e_score_correction_bias", torch.tensor(0.0))
     best_groups = corrected.view(3, 2).sum(1).topk(config.topk_groups).indices.tolist()
     allowed = [expert for expert in range(6) if expert // 2 in best_groups]
     chosen = sorted(allowed, key=lambda e: -float(corrected[e]))[: config.top_k]
-    total = sum(scores[expert] for expert in chosen)
+    total = sum(scores[expert] for expert in chosen) if config.normalize_weights else 1.0
     inner = project("fc1_latent_proj", x) if config.latent_size else x
     out = torch.stack(
         [scores[e] / total * config.scaling_factor * mlp(f"experts.{e}", inner) for e in chosen]
     ).sum(0)
     out = project("fc2_latent_proj", out) if config.latent_size else out
-    return out + mlp("shared_experts", x) if config.shared_intermediate_size else out
+    if not config.shared_intermediate_size:
+        return out
+    gate = project("shared_gate", x).sigmoid() if config.has_shared_gate else 1.0
+    return out + gate * mlp("shared_experts", x)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -56,6 +65,8 @@ def expected(config: MoeConfig, stored: dict[str, torch.Tensor], x: torch.Tensor
         {"shared_intermediate_size": 0},
         {"latent_size": 10, "has_bias": True},
         {"latent_size": 10, "shared_intermediate_size": 0},
+        {"activation": "silu_gated", "score": "softmax", "has_correction_bias": False},
+        {"score": "softmax", "normalize_weights": False, "has_shared_gate": True},
     ],
 )
 def test_ranks_hold_the_same_experts(change: dict, tp: int) -> None:
