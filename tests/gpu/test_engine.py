@@ -1,4 +1,4 @@
-"""Whole models on a GPU give the CPU's greedy tokens."""
+"""Whole models on a GPU give the CPU's greedy tokens, with and without overlapped steps."""
 
 import json
 import os
@@ -18,32 +18,72 @@ from tandem.engine.llm import LLM
 from tandem.scheduler.request import SamplingParams
 
 def main():
-    prompts = [[3 + (7 * i + 11 * n) % 500 for i in range(n)] for n in (1, 40, 150)]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with LLM(sys.argv[1], page_tokens=16, max_num_seqs=4, budget_tokens=64) as llm:
-        outputs = llm.generate(prompts, params)
-    print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+    folder, ways = sys.argv[1], json.loads(sys.argv[2])
+    prompts = [[3 + (7 * i + 11 * n) % 500 for i in range(n)] for n in (1, 40, 150, 7, 90, 16)]
+    found = []
+    for way in ways:
+        stops = way.pop("stops", [()] * len(prompts))
+        params = [
+            SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=tuple(stop), **fields)
+            for stop, fields in zip(stops, way.pop("params"))
+        ]
+        with LLM(folder, page_tokens=16, max_num_seqs=4, budget_tokens=64, **way) as llm:
+            outputs = llm.generate(prompts, params)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+    print(json.dumps(found))
 
 main()
 """
+GREEDY = [{"temperature": 0}] * 6
+SAMPLED = [
+    {"temperature": 0, "logprobs": 2},
+    {"seed": 5, "top_p": 0.9},
+    {"seed": 6, "top_k": 20, "frequency_penalty": 0.7},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"seed": 7, "logprobs": 1},
+    {"temperature": 0, "min_tokens": 9},
+]
 
 
-def greedy(folder, **environment):
-    run = subprocess.run(
-        [sys.executable, "-c", _RUN, str(folder)],
+def run(folder, ways, **environment):
+    """Tokens of six answers, by way: settings of an engine, `params` and `stops` of each."""
+    process = subprocess.run(
+        [sys.executable, "-c", _RUN, str(folder), json.dumps(ways)],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
         env={**os.environ, **environment},
     )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_moe", "bamba"])
 def test_greedy_tokens_equal_those_of_the_cpu(name, tmp_path):
     folder = save_tiny(name, tmp_path)
-    expected = greedy(folder, CUDA_VISIBLE_DEVICES="", TANDEM_NATIVE="0")
-    assert greedy(folder) == expected
+    way = {"params": GREEDY}
+    (expected,) = run(folder, [way], CUDA_VISIBLE_DEVICES="", TANDEM_NATIVE="0")
+    assert run(folder, [way]) == [expected]
     assert all(len(tokens) == 24 for tokens in expected)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_moe"])
+def test_overlapped_steps_say_what_plain_ones_do(name, tmp_path):
+    """Also where stop tokens end answers, and rows that were planned behind are thrown away."""
+    folder = save_tiny(name, tmp_path)
+    (free,) = run(folder, [{"overlap": "off", "params": SAMPLED}])
+    stops = [[tokens[4 + index]] for index, tokens in enumerate(free)]
+    ends = {"params": SAMPLED, "stops": stops}
+    plain, overlapped, stopped, plainly_stopped = run(
+        folder,
+        [
+            {"overlap": "on", "decode_graphs": "off", "params": SAMPLED},
+            {"overlap": "on", "params": SAMPLED},
+            {"overlap": "on", **ends},
+            {"overlap": "off", **ends},
+        ],
+    )
+    assert plain == overlapped == free
+    assert stopped == plainly_stopped
+    assert sum(map(len, stopped)) < sum(map(len, free)) - 30
