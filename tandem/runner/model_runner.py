@@ -120,9 +120,10 @@ class ModelRunner:
         prepared = time.perf_counter()
         greedy = None
         if self._graphs is not None and self._graphs.takes(host) and self._routing is None:
-            logits, greedy, given = self._graphs.run(host, extra)
+            places = {} if is_whole else {"sampled": np.array(sampled, dtype=np.int64)}
+            logits, greedy, given = self._graphs.run(host, extra | places)
             if not is_whole:
-                logits, greedy = logits[sampled], greedy[sampled]
+                logits, greedy = logits[given["sampled"]], greedy[given["sampled"]]
         else:
             logits, given = self._run_eager(host, extra, sampled)
         launched = time.perf_counter()

@@ -75,13 +75,18 @@ class PenaltyCounts:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        size = self._vocab_size
-        counts = np.bincount(np.asarray(generated, dtype=np.int64), minlength=size)
-        is_in_prompt = np.zeros(size, dtype=np.bool_)
-        is_in_prompt[np.asarray(prompt, dtype=np.int64)] = True
-        self.generated[slot] = torch.from_numpy(counts.astype(np.int32)).to(self._device)
-        self.is_in_prompt[slot] = torch.from_numpy(is_in_prompt).to(self._device)
+        counts = self.generated[slot].zero_()
+        tokens = self._send(generated)
+        counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
+        self.is_in_prompt[slot].zero_().index_fill_(0, self._send(prompt), True)
         return slot
+
+    def _send(self, tokens: Sequence[int]) -> torch.Tensor:
+        """int64 [n] on the device, without waiting for what runs there."""
+        values = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+        if self._device.type == "cuda":
+            values = values.pin_memory().to(self._device, non_blocking=True)
+        return values
 
     def remove(self, slot: int) -> None:
         self._free.append(slot)

@@ -1,5 +1,6 @@
 """Recorded decode steps and sampling on a GPU say what plain steps and the CPU say."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tandem.runner.sampling_table import SamplingTable
 from tandem.runner.staging import Staging
 from tandem.scheduler.request import SamplingParams
 from tandem.scheduler.step import PENDING_TOKEN
-from tests.decode_rank import Rank, run
+from tests.decode_rank import LENGTHS, Rank, run
 from tests.tiny_models import TINY, save_tiny
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +72,36 @@ SAMPLINGS = [
     {"logit_bias": {7: 4.0, 9: -50.0}, "logprobs": 5},
     {"temperature": 0.0, "min_tokens": 4, "logprobs": 0},
 ]
+
+
+@pytest.mark.parametrize("fields", SAMPLINGS, ids=str)
+def test_to_start_a_step_waits_for_nothing_on_the_device(fields, tmp_path):
+    """Else the host could not plan a step while the one before runs: any hidden wait raises."""
+    rank = Rank(save_tiny("nemotron_h_moe", tmp_path), [2, 4], "cuda")
+    names = ("a", "ccc", "e")
+
+    def start(round_number):
+        pending = []
+        for name in names:
+            plan = rank.prefill(name, SamplingParams(seed=1, **fields))
+            if round_number:
+                plan.forget.append(name)
+            pending.append(rank.runner.submit(plan))
+        for step in range(3):
+            rows = [(name, LENGTHS[name] + step, PENDING_TOKEN if step else 9) for name in names]
+            plan = rank.decode(rows)
+            if step == 2:  # one row of several is not sampled
+                plan.chunks[0] = msgspec.structs.replace(plan.chunks[0], sample=False)
+            pending.append(rank.runner.submit(plan))
+        return pending
+
+    [step.result() for step in start(0)]  # compiled, and memory taken
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = start(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(step.result().samples) for step in pending] == [1, 1, 1, 3, 3, 2]
 
 
 def test_sampling_on_the_device_gives_the_tokens_of_the_cpu():
