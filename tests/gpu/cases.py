@@ -334,6 +334,8 @@ def check_attention(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 128,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     rng = Random(device)
     num_pages = [-(-context // page_tokens) for context in contexts]
@@ -365,6 +367,8 @@ def check_attention(
         rng.index(contexts, torch.int32),
         head_dim**-0.5,
         num_decode,
+        window,
+        softcap,
     )
     expected = attention_reference.paged_attention(q.float(), pages.view.float(), *rest)
     poison(q.numel(), device)

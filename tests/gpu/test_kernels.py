@@ -29,7 +29,9 @@ def ops():
     return Ops
 
 
-@pytest.mark.parametrize("op", ["activation", "attention", "conv1d", "experts", "norm", "ssd"])
+@pytest.mark.parametrize(
+    "op", ["activation", "attention", "conv1d", "experts", "norm", "ssd"]
+)
 def test_cuda_tensors_go_to_the_kernels(ops, op, monkeypatch):
     from tandem.ops.dispatch import choose
 
@@ -154,9 +156,24 @@ def test_attention(ops, lengths, contexts, num_decode, page_tokens):
     )
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [1, 100, 128, 512, 5000])
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "num_decode"),
+    [([1, 1, 1], [1, 33, 1000], 3), ([1, 5, 0, 700], [9, 131, 20, 1500], 1), ([3000], [3000], 0)],
+    ids=str,
+)
+def test_attention_within_a_window(ops, lengths, contexts, num_decode, window, softcap):
+    limits = {"window": window, "softcap": softcap}
+    cases.check_attention(ops.attention, CUDA, lengths, contexts, num_decode, **limits)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (32, 2), (20, 1)])
-@pytest.mark.parametrize(("page_tokens", "head_dim"), [(8, 12), (128, 64), (24, 80), (16, 256)])
+@pytest.mark.parametrize(
+    ("page_tokens", "head_dim"),
+    [(8, 12), (128, 64), (24, 80), (16, 96), (64, 112), (16, 192), (16, 256)],
+)
 def test_attention_of_any_grouping_and_page(ops, dtype, heads, kv_heads, page_tokens, head_dim):
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     cases.check_attention(

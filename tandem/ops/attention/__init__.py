@@ -30,8 +30,10 @@ def paged_attention(
     context_lens: torch.Tensor,
     scale: float,
     num_decode: int,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of packed queries to their own pages; see `reference.paged_attention`."""
     return choose("attention", reference, q).paged_attention(
-        q, kv, page_table, query_start, context_lens, scale, num_decode
+        q, kv, page_table, query_start, context_lens, scale, num_decode, window, softcap
     )

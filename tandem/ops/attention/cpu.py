@@ -56,21 +56,24 @@ def paged_attention(
     context_lens: torch.Tensor,
     scale: float,
     num_decode: int,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """See `reference.paged_attention`."""
+    """See `reference.paged_attention`, which runs where scores are capped."""
     is_addressable = (
         kv.dtype in DTYPE_CODE
         and kv[0].is_contiguous()
         and q.stride(2) == 1
         and page_table.dtype is context_lens.dtype is torch.int32
         and page_table.stride(1) == 1
+        and softcap is None
     )
     if not is_addressable or num_decode == 0:
         return reference.paged_attention(
-            q, kv, page_table, query_start, context_lens, scale, num_decode
+            q, kv, page_table, query_start, context_lens, scale, num_decode, window, softcap
         )
     out = q.new_empty(q.shape)
-    _decode(q, kv, page_table, context_lens.contiguous(), scale, num_decode, out)
+    _decode(q, kv, page_table, context_lens.contiguous(), scale, num_decode, window, out)
     if num_decode < len(context_lens):
         out[num_decode:] = reference.paged_attention(
             q[num_decode:],
@@ -80,6 +83,7 @@ def paged_attention(
             context_lens[num_decode:],
             scale,
             0,
+            window,
         )
     return out
 
@@ -91,6 +95,7 @@ def _decode(
     context_lens: torch.Tensor,
     scale: float,
     num_decode: int,
+    window: int | None,
     out: torch.Tensor,
 ) -> None:
     _, num_heads, head_dim = q.shape
@@ -113,4 +118,5 @@ def _decode(
         head_dim,
         scale,
         num_decode,
+        0 if window is None else window,
     )

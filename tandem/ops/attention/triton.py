@@ -76,8 +76,11 @@ def paged_attention(
     context_lens: torch.Tensor,
     scale: float,
     num_decode: int,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """See `reference.paged_attention`. Lengths are read on the device alone."""
+    """See `reference.paged_attention`. Lengths are read on the device alone; tiles that no query
+    sees are not read."""
     if not (
         q.stride(2) == 1
         and scale > 0  # the kernels scale the maximum of scores
@@ -86,13 +89,14 @@ def paged_attention(
         and page_table.stride(1) == 1
     ):
         return reference.paged_attention(
-            q, kv, page_table, query_start, context_lens, scale, num_decode
+            q, kv, page_table, query_start, context_lens, scale, num_decode, window, softcap
         )
+    limits = {"WINDOW": window or 0, "SOFTCAP": softcap or 0.0}
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_decode:
-        _decode(q[:num_decode], kv, page_table, context_lens, scale, out)
+        _decode(q[:num_decode], kv, page_table, context_lens, scale, out, limits)
     if len(q) > num_decode:
-        _prefill(q, kv, page_table, query_start, context_lens, scale, num_decode, out)
+        _prefill(q, kv, page_table, query_start, context_lens, scale, num_decode, out, limits)
     return out
 
 
@@ -128,10 +132,13 @@ def _decode(
     context_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    limits: dict,
 ) -> None:
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, _, page_tokens, _ = kv.shape
     max_context = page_table.shape[1] * page_tokens
+    if limits["WINDOW"]:
+        max_context = min(max_context, limits["WINDOW"])
     splits = num_splits(num_rows, num_kv_heads, max_context, num_processors(q.device))
     partial = log_sums = out
     if splits > 1:
@@ -162,6 +169,7 @@ def _decode(
         IS_SPLIT=splits > 1,
         BR=next_tile(num_heads // num_kv_heads),
         BD=next_tile(head_dim),
+        **limits,
         **tiles,
     )
     if splits > 1:
@@ -187,6 +195,7 @@ def _prefill(
     scale: float,
     num_decode: int,
     out: torch.Tensor,
+    limits: dict,
 ) -> None:
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, _, page_tokens, _ = kv.shape
@@ -215,6 +224,7 @@ def _prefill(
         PAGE_TOKENS=page_tokens,
         BD=next_tile(head_dim),
         BR=row_tile(num_rows),
+        **limits,
         **tiles,
     )
 
@@ -287,15 +297,17 @@ def _attend(
     kv_page,
     PAGE_TOKENS: tl.constexpr,
     D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
     BK: tl.constexpr,
     BD: tl.constexpr,
 ):
     """One tile of keys added to a running softmax in base 2.
 
-    b_seen: number of tokens that each query sees; used where IS_MASKED, else all of the tile is
-    seen by all. Tokens from `stop` on are nobody's: they are replaced by zeros, as weight zero does
-    not silence a NaN.
+    b_seen: where what each query sees ends; used where IS_MASKED, else all of the tile is seen by
+    all. WINDOW, SOFTCAP: 0 for none. Tokens from `stop` on are nobody's: they are replaced by
+    zeros, as weight zero does not silence a NaN.
     """
     o_k = first + tl.arange(0, BK)
     o_d = tl.arange(0, BD)
@@ -312,8 +324,15 @@ def _attend(
         b_k = tl.load(p_key, mask=(o_d < D)[None, :], other=0.0)
         b_v = tl.load(p_key + PAGE_TOKENS * D, mask=(o_d < D)[None, :], other=0.0)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [queries, BK]
+    if SOFTCAP > 0:
+        # tanh by what the hardware has; both ends of it are right.
+        b_s = 2.0 / (1.0 + tl.exp2(b_s * (-2.0 * scale / SOFTCAP))) - 1.0
+        scale = SOFTCAP * 1.4426950408889634
     if IS_MASKED:
-        b_s = tl.where(o_k[None, :] < b_seen[:, None], b_s, float("-inf"))
+        m_s = o_k[None, :] < b_seen[:, None]
+        if WINDOW > 0:
+            m_s = m_s & (o_k[None, :] >= b_seen[:, None] - WINDOW)
+        b_s = tl.where(m_s, b_s, float("-inf"))
     # Scaled after the maximum, so that scale and difference are one instruction an entry.
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale)
     # A query that has seen nothing yet keeps its sums at zero: -inf minus -inf is no number.
@@ -344,6 +363,8 @@ def attention_decode_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
@@ -355,8 +376,11 @@ def attention_decode_kernel(
     i_row = tl.program_id(2).to(tl.int64)
     context = tl.load(p_context + i_row)
     # Whole tiles a piece, so that tiles start at multiples of BK.
-    length = tl.cdiv(tl.cdiv(context, num_splits), BK) * BK
-    first = i_split * length
+    lowest = context * 0
+    if WINDOW > 0:
+        lowest = tl.maximum(context - WINDOW, 0) // BK * BK
+    length = tl.cdiv(tl.cdiv(context - lowest, num_splits), BK) * BK
+    first = lowest + i_split * length
     stop = tl.minimum(first + length, context)
     o_r = tl.arange(0, BR)
     o_d = tl.arange(0, BD)
@@ -366,14 +390,14 @@ def attention_decode_kernel(
     b_q = tl.load(p_q, mask=m_q, other=0.0)
     p_kv += i_kv * (2 * PAGE_TOKENS * D)
     p_row = p_table + i_row * table_row
-    b_seen = tl.zeros([BR], tl.int32) + stop
+    b_seen = tl.zeros([BR], tl.int32) + context
     b_acc = tl.zeros([BR, BD], tl.float32)
     b_max = tl.full([BR], float("-inf"), tl.float32)
     b_sum = tl.zeros([BR], tl.float32)
     for i_k in range(first, stop, BK):
         b_acc, b_max, b_sum = _attend(
             b_q, b_acc, b_max, b_sum, p_kv, p_row, i_k, stop, b_seen, scale, kv_page,
-            PAGE_TOKENS, D, True, BK, BD,
+            PAGE_TOKENS, D, WINDOW, SOFTCAP, True, BK, BD,
         )  # fmt: skip
     b_total = tl.where(b_sum > 0, b_sum, 1.0)  # a piece may lie beyond the context
     b_acc = b_acc / b_total[:, None]
@@ -426,6 +450,8 @@ def attention_prefill_kernel(
     R: tl.constexpr,
     D: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BQ: tl.constexpr,
     BK: tl.constexpr,
     BD: tl.constexpr,
@@ -453,19 +479,30 @@ def attention_prefill_kernel(
     b_acc = tl.zeros([BQ, BD], tl.float32)
     b_max = tl.full([BQ], float("-inf"), tl.float32)
     b_sum = tl.zeros([BQ], tl.float32)
-    # | seen by all queries of the tile | on the diagonal |  beyond all of them
+    # | cut by windows | seen by all queries of the tile | on the diagonal |  beyond all of them
     split = (before + i_q * BQ + 1) // BK * BK
     stop = tl.minimum(before + (i_q + 1) * BQ, context)
-    for i_k in range(0, split, BK):
+    first = split * 0
+    if WINDOW > 0:
+        lowest = tl.maximum(before + i_q * BQ + 1 - WINDOW, 0) // BK * BK
+        first = tl.minimum(tl.cdiv(tl.maximum(before + (i_q + 1) * BQ - WINDOW, 0), BK) * BK, split)
+        first = tl.maximum(first, lowest)
+        for i_k in range(lowest, first, BK):
+            b_acc, b_max, b_sum = _attend(
+                b_q, b_acc, b_max, b_sum, p_kv, p_row, i_k, stop, b_seen, scale, kv_page,
+                PAGE_TOKENS, D, WINDOW, SOFTCAP, True, BK, BD,
+            )  # fmt: skip
+    for i_k in range(first, split, BK):
         b_acc, b_max, b_sum = _attend(
             b_q, b_acc, b_max, b_sum, p_kv, p_row, i_k, stop, b_seen, scale, kv_page,
-            PAGE_TOKENS, D, False, BK, BD,
+            PAGE_TOKENS, D, WINDOW, SOFTCAP, False, BK, BD,
         )  # fmt: skip
-    for i_k in range(split, stop, BK):
+    for i_k in range(tl.maximum(first, split), stop, BK):
         b_acc, b_max, b_sum = _attend(
             b_q, b_acc, b_max, b_sum, p_kv, p_row, i_k, stop, b_seen, scale, kv_page,
-            PAGE_TOKENS, D, True, BK, BD,
+            PAGE_TOKENS, D, WINDOW, SOFTCAP, True, BK, BD,
         )  # fmt: skip
-    b_acc = b_acc / b_sum[:, None]
+    # Of a tile's rows beyond the sequence some see nothing.
+    b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     p_out += ((start + o_q) * H + i_h)[:, None] * D + o_d[None, :]
     tl.store(p_out, b_acc.to(p_out.dtype.element_ty), mask=m_q)

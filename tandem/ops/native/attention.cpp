@@ -17,7 +17,7 @@ struct Paged {
   const int32_t *page_table, *context_lens;
   void* out;
   int64_t q_token, q_head, page_stride, table_stride;
-  int64_t num_heads, num_kv_heads, page_tokens, head_dim;
+  int64_t num_heads, num_kv_heads, page_tokens, head_dim, window;  // window 0: all is seen
   float scale;
 };
 
@@ -114,6 +114,7 @@ INLINE void weigh(float* weights, int64_t count, float* acc, int64_t width, floa
 void attend(const Paged& a, int64_t row, int64_t kv_head, const Work& work) {
   int64_t heads = a.num_heads / a.num_kv_heads, width = round_up(a.head_dim, kLanes);
   int64_t context = a.context_lens[row];
+  int64_t seen_from = a.window ? std::max<int64_t>(0, context - a.window) : 0;
   for (int64_t h = 0; h < heads; h++) {
     work.top[h] = -INFINITY;
     work.total[h] = 0.0f;
@@ -127,7 +128,7 @@ void attend(const Paged& a, int64_t row, int64_t kv_head, const Work& work) {
   auto count_at = [&](int64_t t) {
     return std::min(std::min(kTokens, a.page_tokens - t % a.page_tokens), context - t);
   };
-  for (int64_t t = 0, count; t < context; t += count) {
+  for (int64_t t = seen_from, count; t < context; t += count) {
     count = count_at(t);
     int64_t k = keys_at(t), v = k + a.page_tokens * a.head_dim;
     // Keys and values alternate in runs too short for the hardware to see two streams.
@@ -169,9 +170,10 @@ TANDEM_API void tandem_attention_decode(int64_t dtype, int64_t kv_dtype, const v
                                         int64_t q_head, int64_t page_stride, int64_t table_stride,
                                         int64_t num_heads, int64_t num_kv_heads,
                                         int64_t page_tokens, int64_t head_dim, float scale,
-                                        int64_t num_rows) {
-  Paged a{dtype,  kv_dtype,     q,         kv,           page_table,  context_lens, out,  q_token,
-          q_head, page_stride,  table_stride, num_heads, num_kv_heads, page_tokens, head_dim, scale};
+                                        int64_t num_rows, int64_t window) {
+  Paged a{dtype,        kv_dtype,  q,            kv,          page_table, context_lens,
+          out,          q_token,   q_head,       page_stride, table_stride, num_heads,
+          num_kv_heads, page_tokens, head_dim,   window,      scale};
   int64_t heads = num_heads / num_kv_heads, width = round_up(head_dim, kLanes);
 #pragma omp parallel
   {

@@ -31,7 +31,7 @@ _SIGNATURES = {
     "tandem_silu_mul": "-:ipipii",
     "tandem_relu2": "-:ippi",
     "tandem_conv1d": "-:p",
-    "tandem_attention_decode": "-:iipppppiiiiiiiifi",
+    "tandem_attention_decode": "-:iipppppiiiiiiiifii",
     "tandem_write_kv": "-:ipppppiiiiiiiii",
 }
 _SIGNATURES_BF16_DOT = {"tandem_linear_bf16": "-:pipppiiii"}

@@ -64,9 +64,11 @@ def test_conv1d(lengths, has_state, taps):
     ("lengths", "contexts", "num_decode"),
     [([1, 1], [150, 3], 2), ([1, 5, 0, 17], [9, 5, 20, 40], 1), ([20], [70], 0)],
 )
-def test_attention(lengths, contexts, num_decode):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (37, 2.0)])
+def test_attention(lengths, contexts, num_decode, window, softcap):
+    options = {"dtype": torch.float32, "heads": 6, "head_dim": 12}
     cases.check_attention(
-        attention, "cpu", lengths, contexts, num_decode, dtype=torch.float32, heads=6, head_dim=12
+        attention, "cpu", lengths, contexts, num_decode, window=window, softcap=softcap, **options
     )
 
 

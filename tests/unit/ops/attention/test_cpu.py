@@ -18,6 +18,9 @@ def _run_cases_natively(monkeypatch):
 
 test_softmax = cases.test_attention_equals_softmax_per_query
 test_grouping = cases.test_any_grouping_and_page_size
+test_window = cases.test_a_window_is_the_last_tokens_alone
+test_unseen_pages = cases.test_pages_in_front_of_every_window_are_not_looked_at
+test_capped = cases.test_scores_are_capped
 test_decode_rows = cases.test_decode_rows_equal_prefill_of_one_token
 test_other_rows = cases.test_result_does_not_depend_on_the_other_rows
 test_write = cases.test_write_touches_its_rows_alone
@@ -38,6 +41,8 @@ def test_decode_equals_reference(heads, kv_heads, head_dim, contexts, num_thread
     rows = (kv, table, starts, context_lens, 0.5, num_rows)
     got = cpu.paged_attention(q, *rows)
     assert_close(got, reference.paged_attention(q, *rows).double())
+    narrow = cpu.paged_attention(q, *rows, window=70)
+    assert_close(narrow, reference.paged_attention(q, *rows, window=70).double())
     alone = cpu.paged_attention(
         q[:1], kv, table[:1], starts[:2], context_lens[:1], scale=0.5, num_decode=1
     )

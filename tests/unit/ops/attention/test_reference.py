@@ -40,23 +40,26 @@ class Batch:
         self.query_start = torch.tensor([0, *lengths]).cumsum(0).int()
         self.context_lens = torch.tensor(contexts).int()
 
-    def run(self, num_decode, scale=0.3):
+    def run(self, num_decode, scale=0.3, window=None, softcap=None):
         return paged_attention(
             self.q, self.arena.view, self.page_table, self.query_start, self.context_lens,
-            scale, num_decode,
+            scale, num_decode, window, softcap,
         )  # fmt: skip
 
-    def loop(self, scale=0.3):
+    def loop(self, scale=0.3, window=None, softcap=None):
         out, t = torch.zeros_like(self.q, dtype=torch.float64), 0
         repeat = self.q.shape[1] // self.k[0].shape[1]
         for row, (length, context) in enumerate(zip(self.lengths, self.contexts, strict=True)):
             for i in range(length):
                 seen = context - length + i + 1
+                first = 0 if window is None else max(0, seen - window)
                 for head in range(self.q.shape[1]):
-                    keys = self.k[row][:seen, head // repeat].double()
-                    values = self.v[row][:seen, head // repeat].double()
-                    weights = (keys @ self.q[t, head].double() * scale).softmax(0)
-                    out[t, head] = weights @ values
+                    keys = self.k[row][first:seen, head // repeat].double()
+                    values = self.v[row][first:seen, head // repeat].double()
+                    scores = keys @ self.q[t, head].double() * scale
+                    if softcap is not None:
+                        scores = softcap * (scores / softcap).tanh()
+                    out[t, head] = scores.softmax(0) @ values
                 t += 1
         return out
 
@@ -89,6 +92,27 @@ def test_any_grouping_and_page_size(heads, kv_heads, page_tokens):
     assert_close(batch.run(num_decode=2), batch.loop())
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [1, 4, 8, 9, 30])
+def test_a_window_is_the_last_tokens_alone(window, softcap):
+    batch = Batch([1, 1, 1, 6, 20], [11, 8, 40, 33, 20], 8, 6, 2, torch.float32)
+    limits = {"window": window, "softcap": softcap}
+    assert_close(batch.run(num_decode=3, **limits), batch.loop(**limits))
+    assert_close(batch.run(num_decode=0, **limits), batch.loop(**limits))
+
+
+def test_pages_in_front_of_every_window_are_not_looked_at():
+    batch = Batch([1, 6], [40, 33], 8, 6, 2, torch.float32)
+    expected = batch.loop(window=9)
+    batch.page_table[0, :3] = batch.page_table[1, :2] = 1 << 30
+    assert_close(batch.run(num_decode=1, window=9), expected)
+
+
+def test_scores_are_capped():
+    batch = Batch([1, 5], [11, 9], 8, 4, 2, torch.float32)
+    assert_close(batch.run(num_decode=1, softcap=0.5), batch.loop(softcap=0.5))
+
+
 def test_decode_rows_equal_prefill_of_one_token():
     batch = Batch([1, 1], [20, 7], 8, 4, 2, torch.float32)
     assert_close(batch.run(num_decode=2), batch.run(num_decode=0).double())
@@ -101,16 +125,17 @@ def test_result_does_not_depend_on_the_other_rows():
     assert_close(batch.run(num_decode=2)[:1], alone.run(num_decode=1).double())
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 16, 19])
-def test_two_chunks_equal_one(cut):
+def test_two_chunks_equal_one(cut, window):
     whole = Batch([20], [20], 8, 4, 2, torch.float32)
-    expected = whole.run(num_decode=0)
+    expected = whole.run(num_decode=0, window=window)
     parts = []
     for length, context in ((cut, cut), (20 - cut, 20)):
         whole.query_start = torch.tensor([0, length]).int()
         whole.context_lens = torch.tensor([context]).int()
         q, whole.q = whole.q, whole.q[context - length : context]
-        parts.append(whole.run(num_decode=0))
+        parts.append(whole.run(num_decode=0, window=window))
         whole.q = q
     assert_close(torch.cat(parts), expected.double())
 
