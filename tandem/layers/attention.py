@@ -10,7 +10,7 @@ from tandem.layers.spread_norm import SpreadNorm
 from tandem.layers.weight import Range, Tensors, Weight, fused, linear, norm_weight
 from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.norm import rms_norm
-from tandem.ops.rotary import apply_rotary
+from tandem.ops.rotary import rotate_and_write
 
 
 class Attention:
@@ -86,11 +86,12 @@ class Attention:
             q_norm, k_norm = self._whole_norms
             q = q_norm(q.flatten(1)).view(q.shape)
             k = k_norm(k.flatten(1)).view(k.shape)
-        if self._rotary is not None:
-            q, k = apply_rotary(
-                q, k, batch.positions, self._cos, self._sin, self._rotary.rotary_dim
-            )
-        write_kv(k, v, kv, batch.token_pages, batch.token_offsets)
+        where = (kv, batch.token_pages, batch.token_offsets)
+        if self._rotary is None:
+            write_kv(k, v, *where)
+        else:
+            turns = (batch.positions, self._cos, self._sin, self._rotary.rotary_dim)
+            q = rotate_and_write(q, k, v, *turns, *where)
         out = paged_attention(
             q,
             kv,

@@ -17,6 +17,7 @@ from tandem.ops.experts import reference as experts_reference
 from tandem.ops.norm import reference as norm_reference
 from tandem.ops.norm_gate import reference as norm_gate_reference
 from tandem.ops.rg_lru import reference as rg_lru_reference
+from tandem.ops.rotary import reference as rotary_reference
 from tandem.ops.ssd import reference as ssd_reference
 from tests.tolerances import assert_close
 from tests.unit.ops.arena import GarbageArena
@@ -375,6 +376,43 @@ def check_attention(
     out = module.paged_attention(q, pages.view, *rest)
     assert out.dtype == dtype
     assert_close(out, expected)
+
+
+def check_rotary(
+    module: ModuleType,
+    device: str,
+    num_tokens: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 128,
+    rot_dim: int = 128,
+    page_tokens: int = 16,
+) -> None:
+    rng = Random(device)
+    heads_of_all = rng.normal(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    q, k, v = heads_of_all.split([heads, kv_heads, kv_heads], dim=1)
+    angles = rng.normal(3 * num_tokens + 1, rot_dim // 2)
+    positions = (torch.arange(num_tokens, device=device) * 3) % (3 * num_tokens + 1)
+    num_pages = num_tokens // page_tokens + 1
+    pages = arena(rng, 2 * num_pages + 1, (kv_heads, 2, page_tokens, head_dim), dtype)
+    at = torch.arange(num_tokens, device=device)
+    where = (2 * (at // page_tokens) + 1, at % page_tokens)
+    turns = (positions, angles.cos(), angles.sin(), rot_dim)
+    wide = pages.view.float().clone()
+    expected = rotary_reference.rotate_and_write(
+        q.float(), k.float(), v.float(), *turns, wide, *where
+    )
+    poison(q.numel(), device)
+    out = module.rotate_and_write(q, k, v, *turns, pages.view, *where)
+    assert out.dtype == dtype
+    assert_close(out, expected)
+    assert torch.equal(out[..., rot_dim:], q[..., rot_dim:])
+    keys, values = (pages.view[where[0], :, part, where[1]] for part in (0, 1))
+    assert_close(keys, wide[where[0], :, 0, where[1]])
+    assert torch.equal(values, v)
+    assert int((~pages.view.isnan()).sum()) == k.numel() + v.numel()
 
 
 def check_norms(

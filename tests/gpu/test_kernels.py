@@ -19,6 +19,7 @@ def ops():
     from tandem.ops.conv1d import triton as conv1d
     from tandem.ops.experts import triton as experts
     from tandem.ops.norm import triton as norm
+    from tandem.ops.rotary import triton as rotary
     from tandem.ops.ssd import triton as ssd
 
     class Ops:
@@ -26,11 +27,12 @@ def ops():
 
     Ops.activation, Ops.attention, Ops.conv1d = activation, attention, conv1d
     Ops.experts, Ops.norm, Ops.ssd = experts, norm, ssd
+    Ops.rotary = rotary
     return Ops
 
 
 @pytest.mark.parametrize(
-    "op", ["activation", "attention", "conv1d", "experts", "norm", "ssd"]
+    "op", ["activation", "attention", "conv1d", "experts", "norm", "rotary", "ssd"]
 )
 def test_cuda_tensors_go_to_the_kernels(ops, op, monkeypatch):
     from tandem.ops.dispatch import choose
@@ -180,6 +182,16 @@ def test_attention_of_any_grouping_and_page(ops, dtype, heads, kv_heads, page_to
         ops.attention, CUDA, [1, 1, 40], [70, 3, 90], 2, dtype=dtype, page_tokens=page_tokens,
         **shape,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(
+    ("head_dim", "rot_dim"), [(128, 128), (64, 32), (96, 96), (80, 20), (256, 64)]
+)
+@pytest.mark.parametrize("num_tokens", [0, 1, 63, 513])
+def test_rotary(ops, num_tokens, head_dim, rot_dim, dtype):
+    shape = {"head_dim": head_dim, "rot_dim": rot_dim}
+    cases.check_rotary(ops.rotary, CUDA, num_tokens, dtype=dtype, **shape)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])

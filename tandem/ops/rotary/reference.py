@@ -2,6 +2,8 @@
 
 import torch
 
+from tandem.ops.attention.reference import write_kv
+
 
 def rotary_frequencies(
     rot_dim: int, theta: float, device: torch.device | str = "cpu"
@@ -42,6 +44,27 @@ def apply_rotary(
     index = positions.long()
     c, s = cos[index].unsqueeze(1), sin[index].unsqueeze(1)  # [T, 1, rot_dim / 2]
     return _rotate(q, c, s, rot_dim), _rotate(k, c, s, rot_dim)
+
+
+def rotate_and_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rot_dim: int,
+    kv: torch.Tensor,
+    token_pages: torch.Tensor,
+    token_offsets: torch.Tensor,
+) -> torch.Tensor:
+    """`apply_rotary`, then `write_kv` of the turned keys and of v [T, Hkv, D] into `kv`.
+
+    Returns: the turned queries, new, in q.dtype.
+    """
+    q, k = apply_rotary(q, k, positions, cos, sin, rot_dim)
+    write_kv(k, v, kv, token_pages, token_offsets)
+    return q
 
 
 def _rotate(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, rot_dim: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tandem.ops.experts import triton as experts
 from tandem.ops.norm import triton as norm
 from tandem.ops.norm_gate import triton as norm_gate
 from tandem.ops.rg_lru import triton as rg_lru
+from tandem.ops.rotary import triton as rotary
 from tandem.ops.ssd import triton as ssd
 from tandem.ops.tuning import trying
 from tests.gpu import cases
@@ -70,6 +71,13 @@ def test_attention(lengths, contexts, num_decode, window, softcap):
     cases.check_attention(
         attention, "cpu", lengths, contexts, num_decode, window=window, softcap=softcap, **options
     )
+
+
+@pytest.mark.parametrize(("head_dim", "rot_dim"), [(16, 16), (12, 4), (20, 10)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 21])
+def test_rotary(num_tokens, head_dim, rot_dim):
+    shape = {"heads": 3, "kv_heads": 1, "head_dim": head_dim, "rot_dim": rot_dim}
+    cases.check_rotary(rotary, "cpu", num_tokens, dtype=torch.float32, **shape)
 
 
 def test_norms():
