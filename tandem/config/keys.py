@@ -75,6 +75,17 @@ class Keys:
             raise ModelError(f"{self.source}: {key}={value!r}; expected true or false")
         return value
 
+    def indices(self, key: str, limit: int) -> list[int]:
+        """A list of numbers below `limit`; empty when the key is missing."""
+        value = self.get(key, default=[])
+        if not isinstance(value, list) or not all(
+            type(index) is int and 0 <= index < limit for index in value
+        ):
+            raise ModelError(
+                f"{self.source}: {key}={value!r}; expected a list of numbers in 0..{limit - 1}"
+            )
+        return value
+
     def one_of(self, key: str, supported: tuple[str, ...], default: str) -> str:
         value = self.get(key, default=default)
         if value not in supported:

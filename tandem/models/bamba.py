@@ -5,7 +5,6 @@ from dataclasses import replace
 from tandem.config.build import build_model_config
 from tandem.config.keys import Keys
 from tandem.config.model import LayerConfig, Mamba2Config, ModelConfig
-from tandem.errors import ModelError
 from tandem.models.family import Branch, Family, Part, pre_normed
 from tandem.models.reading import (
     check_rotary,
@@ -29,14 +28,7 @@ def _read(keys: Keys) -> ModelConfig:
     attention = read_attention(keys, rotary=rotary)
     mamba = read_mamba2(keys, norm_eps)
     mlp = read_gated_mlp(keys)
-    attention_layers = keys.get("attn_layer_indices", default=[])
-    if not isinstance(attention_layers, list) or not all(
-        type(index) is int and 0 <= index < num_layers for index in attention_layers
-    ):
-        raise ModelError(
-            f"{keys.source}: attn_layer_indices={attention_layers!r}; expected a list of numbers "
-            f"in 0..{num_layers - 1}"
-        )
+    attention_layers = keys.indices("attn_layer_indices", num_layers)
     return build_model_config(
         keys,
         layers=tuple(

@@ -16,6 +16,7 @@ from tandem.config.model import (
 from tandem.models.family import Branch, Family, Names, Part, Stored, pre_normed
 from tandem.models.reading import (
     read_attention,
+    read_experts,
     read_gated_mlp,
     read_head_dim,
     read_layer_names,
@@ -59,21 +60,13 @@ def _feed_forward(keys: Keys) -> FeedForwardConfig:
     num_experts = keys.integer("num_local_experts", default=0, minimum=0)
     if not num_experts:
         return shared
-    return MoeConfig(
+    return read_experts(
+        keys,
         num_experts=num_experts,
-        top_k=keys.integer("num_experts_per_tok", maximum=num_experts),
         intermediate_size=keys.integer("intermediate_size"),
-        shared_intermediate_size=shared.intermediate_size,
-        latent_size=None,
-        activation=shared.activation,
-        num_groups=1,
-        topk_groups=1,
-        # The softmax is over the chosen experts alone, which is the same.
-        normalize_weights=True,
-        scaling_factor=1.0,
-        has_bias=shared.has_bias,
+        shared_size=shared.intermediate_size,
+        # Granite's softmax is over the chosen experts alone, which is the same.
         score="softmax",
-        has_correction_bias=False,
     )
 
 

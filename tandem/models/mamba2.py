@@ -9,7 +9,8 @@ from tandem.config.build import build_model_config
 from tandem.config.keys import MAX_HEADS, Keys
 from tandem.config.model import LayerConfig, Mamba2Config, ModelConfig
 from tandem.errors import ModelError
-from tandem.models.family import Branch, Family, Part
+from tandem.models.family import Family
+from tandem.models.mamba import mamba_parts
 from tandem.models.reading import check_groups, read_num_layers
 
 
@@ -43,21 +44,10 @@ def _read(keys: Keys) -> ModelConfig:
     )
 
 
-def _parts(config: ModelConfig) -> list[Part]:
-    return [
-        Part(
-            index,
-            (Branch(f"layers.{index}.mixer.", layer.mixers[0]),),
-            f"layers.{index}.norm.weight",
-        )
-        for index, layer in enumerate(config.layers)
-    ]
-
-
 MAMBA2 = Family(
     title="Mamba-2",
     read=_read,
-    parts=_parts,
+    parts=mamba_parts,
     prefixes=("backbone.",),
     embedding="embeddings.weight",
     final_norm="norm_f.weight",
@@ -94,7 +84,7 @@ def codestral_keys(raw: dict[str, Any], source: Path) -> Keys:
 CODESTRAL_MAMBA = Family(
     title="Codestral Mamba",
     read=_read,
-    parts=_parts,
+    parts=mamba_parts,
     prefixes=("model.backbone.", "backbone."),
     embedding="embedding.weight",
     final_norm="norm_f.weight",

@@ -14,6 +14,7 @@ from tandem.models.family import Branch, Family, Part
 from tandem.models.reading import (
     check_groups,
     read_attention,
+    read_experts,
     read_head_dim,
     read_layer_names,
     refuse_window,
@@ -95,38 +96,25 @@ def _mamba(keys: Keys, norm_eps: float) -> Mamba2Config:
 
 
 def _moe(keys: Keys, activation: str, has_bias: bool) -> MoeConfig:
-    num_experts = keys.integer("n_routed_experts", "num_local_experts")
-    num_groups = keys.integer("n_group", default=1)
-    topk_groups = keys.integer("topk_group", default=1)
-    top_k = keys.integer("num_experts_per_tok")
-    if num_experts % num_groups or topk_groups > num_groups:
-        raise ModelError(
-            f"{keys.source}: {num_experts} experts in n_group={num_groups} with "
-            f"topk_group={topk_groups}; groups must divide experts and cover topk_group"
-        )
-    if top_k > num_experts // num_groups * topk_groups:
-        raise ModelError(
-            f"{keys.source}: num_experts_per_tok={top_k} exceeds those in {topk_groups} groups"
-        )
     num_shared = keys.integer("n_shared_experts", default=1, minimum=0)
     if num_shared > 1:
         raise ModelError(
             f"{keys.source}: n_shared_experts={num_shared} is not supported; expected 0 or 1"
         )
-    shared_size = keys.integer("moe_shared_expert_intermediate_size") if num_shared else 0
-    latent_size = keys.get("moe_latent_size")
-    return MoeConfig(
-        num_experts=num_experts,
-        top_k=top_k,
+    has_latent = keys.has("moe_latent_size")
+    return read_experts(
+        keys,
+        num_experts=keys.integer("n_routed_experts", "num_local_experts"),
         intermediate_size=keys.integer("moe_intermediate_size"),
-        shared_intermediate_size=shared_size,
-        latent_size=None if latent_size is None else keys.integer("moe_latent_size"),
+        shared_size=keys.integer("moe_shared_expert_intermediate_size") if num_shared else 0,
+        latent_size=keys.integer("moe_latent_size") if has_latent else None,
         activation=activation,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        normalize_weights=keys.flag("norm_topk_prob", True),
+        num_groups=keys.integer("n_group", default=1),
+        topk_groups=keys.integer("topk_group", default=1),
+        normalize=keys.flag("norm_topk_prob", True),
         scaling_factor=keys.number("routed_scaling_factor", default=1.0),
         has_bias=has_bias,
+        has_correction_bias=True,
     )
 
 

@@ -11,7 +11,10 @@ from tandem.models.bamba import BAMBA
 from tandem.models.falcon_h1 import FALCON_H1
 from tandem.models.family import Family
 from tandem.models.granite_hybrid import GRANITE_HYBRID
+from tandem.models.jamba import JAMBA
+from tandem.models.lfm2 import LFM2, LFM2_MOE
 from tandem.models.llama import LLAMA
+from tandem.models.mamba import FALCON_MAMBA, MAMBA
 from tandem.models.mamba2 import CODESTRAL_MAMBA, MAMBA2, codestral_keys
 from tandem.models.nemotron_h import NEMOTRON_H
 from tandem.models.qwen3 import QWEN3
@@ -23,7 +26,12 @@ FAMILIES: dict[str, Family] = {
     "codestral_mamba": CODESTRAL_MAMBA,
     "falcon_h1": FALCON_H1,
     "granitemoehybrid": GRANITE_HYBRID,
+    "falcon_mamba": FALCON_MAMBA,
+    "jamba": JAMBA,
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2_MOE,
     "llama": LLAMA,
+    "mamba": MAMBA,
     "mamba2": MAMBA2,
     "qwen3": QWEN3,
 }

@@ -93,6 +93,9 @@ class Case:
         return model.to(dtype)
 
 
+_VECTORS = ("weight", "bias", "D", "e_score_correction_bias", "expert_bias")
+
+
 def _randomise(model: Any) -> None:
     """A swapped or skipped vector must show."""
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +104,7 @@ def _randomise(model: Any) -> None:
             leaf = name.rsplit(".", 1)[-1]
             if leaf == "dt_bias":  # steps from about 0.01 to 1
                 tensor.copy_(torch.empty(tensor.shape).uniform_(-4, 0.5, generator=generator))
-            elif tensor.dim() == 1 and leaf in ("weight", "bias", "D", "e_score_correction_bias"):
+            elif tensor.dim() == 1 and leaf in _VECTORS:
                 tensor.add_(torch.empty(tensor.shape).normal_(0, 0.1, generator=generator))
 
 
@@ -155,7 +158,57 @@ _FALCON_H1: dict[str, Any] = {
 }
 _LLAMA = {**_HEADS, "intermediate_size": 128, "num_hidden_layers": 2}
 
+_MAMBA: dict[str, Any] = {
+    **_COMMON,
+    "state_size": 8,
+    "num_hidden_layers": 3,
+    "time_step_rank": 4,
+    # With a tied head such a model repeats its last token.
+    "tie_word_embeddings": False,
+}
+_LFM2: dict[str, Any] = {
+    **_HEADS,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", _FULL, "conv"],
+}
+
 CASES: dict[str, Case] = {
+    "mamba": Case(
+        "MambaConfig",
+        "MambaForCausalLM",
+        _MAMBA,
+        refused=(({"hidden_size": 66}, 8, r"layer 0 mamba1 channels has 132 units.*tp=8"),),
+    ),
+    "falcon_mamba": Case("FalconMambaConfig", "FalconMambaForCausalLM", _MAMBA),
+    "jamba": Case(
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            **_HEADS,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "lfm2": Case("Lfm2Config", "Lfm2ForCausalLM", {**_LFM2, "block_multiple_of": 16}),
+    "lfm2_moe": Case(
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {
+            **_LFM2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "conv_bias": True,
+        },
+    ),
     "mamba2": Case(
         "Mamba2Config",
         "Mamba2ForCausalLM",
