@@ -60,6 +60,14 @@ class ForwardBatch:
         return self.has_state[self.num_decode :]
 
     @cached_property
+    def decode_context_lens(self) -> torch.Tensor:
+        return self.context_lens[: self.num_decode]
+
+    @cached_property
+    def prefill_context_lens(self) -> torch.Tensor:
+        return self.context_lens[self.num_decode :]
+
+    @cached_property
     def prefill_query_start(self) -> torch.Tensor:
         """int32 [S - num_decode + 1], counted from the first token behind the decode rows."""
         return self.query_start[self.num_decode :] - self.num_decode

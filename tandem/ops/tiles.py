@@ -17,7 +17,15 @@ import triton.language as tl
 # Counts of a step and tables of its rows. Triton compiles a kernel for each kind of value (1, a
 # multiple of 16, any other) and for each alignment of an argument: of these it shall not, or a step
 # with one row more would wait for the compiler. Nothing but a few scalar loads depends on them.
-_COUNTS = ("num_rows", "num_tokens", "num_splits", "num_pairs", "num_pair_tiles", "table_row")
+_COUNTS = (
+    "num_rows",
+    "num_tokens",
+    "num_splits",
+    "num_pairs",
+    "num_pair_tiles",
+    "table_row",
+    "seed",
+)
 _TABLES = (
     "p_slots",
     "p_query_start",
@@ -26,6 +34,7 @@ _TABLES = (
     "p_context",
     "p_pages",
     "p_offsets",
+    "p_positions",
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

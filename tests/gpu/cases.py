@@ -18,6 +18,7 @@ from tandem.ops.norm import reference as norm_reference
 from tandem.ops.norm_gate import reference as norm_gate_reference
 from tandem.ops.rg_lru import reference as rg_lru_reference
 from tandem.ops.rotary import reference as rotary_reference
+from tandem.ops.rounding import Rounding
 from tandem.ops.ssd import reference as ssd_reference
 from tests.tolerances import assert_close
 from tests.unit.ops.arena import GarbageArena
@@ -68,6 +69,7 @@ def check_ssd_prefill(
     state_size: int = 128,
     limit: tuple[float, float] = NO_LIMIT,
     has_skip: bool = True,
+    is_random: bool = False,
 ) -> None:
     rng = Random(device)
     num_tokens, rows = sum(lengths), len(lengths)
@@ -92,7 +94,8 @@ def check_ssd_prefill(
         x.float(), dt, A, B.float(), C.float(), D, expected_state, *rest, bias, limit
     )
     poison(x.numel(), device)
-    y = module.ssd_prefill(x, dt, A, B, C, D, states.view, *rest, bias, limit)
+    rounding = Rounding(7, rng.index([100 + 3 * row for row in range(rows)])) if is_random else None
+    y = module.ssd_prefill(x, dt, A, B, C, D, states.view, *rest, bias, limit, rounding=rounding)
 
     assert y.dtype == dtype
     assert_close(y, expected)
@@ -114,6 +117,7 @@ def check_ssd_update(
     head_dim: int = 64,
     state_size: int = 128,
     limit: tuple[float, float] = (0.01, 2.0),
+    is_random: bool = False,
 ) -> None:
     rng = Random(device)
     x = rng.normal(rows, heads * head_dim + 3, dtype=dtype)[:, 3:].unflatten(1, (heads, head_dim))
@@ -129,7 +133,9 @@ def check_ssd_update(
         x.float(), dt, A, B.float(), C.float(), D, expected_state, rng.index(slots), bias, limit
     )
     poison(x.numel(), device)
-    y = module.ssd_update(x, dt, A, B, C, D, states.view, rng.index(slots), bias, limit)
+    rounding = Rounding(7, rng.index([100 + 3 * row for row in range(rows)])) if is_random else None
+    rest = (states.view, rng.index(slots), bias, limit, rounding)
+    y = module.ssd_update(x, dt, A, B, C, D, *rest)
 
     assert y.dtype == dtype
     assert_close(y, expected)

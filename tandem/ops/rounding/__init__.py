@@ -7,6 +7,6 @@ on slot, batch or engine, so that a sequence that is preempted, moved or batched
 same ones.
 """
 
-from tandem.ops.rounding.reference import Rounding, round_state
+from tandem.ops.rounding.reference import Rounding, round_state, to_rest
 
-__all__ = ["Rounding", "round_state"]
+__all__ = ["Rounding", "round_state", "to_rest"]

@@ -27,6 +27,13 @@ class Rounding:
     positions: torch.Tensor
 
 
+def to_rest(state: torch.Tensor, dtype: torch.dtype, rounding: Rounding | None) -> torch.Tensor:
+    """The state [S, ..., N] as it lies in its slots; without `rounding` to the nearest."""
+    if rounding is None or dtype is torch.float32:
+        return state.to(dtype)
+    return round_state(state, dtype, rounding)
+
+
 def round_state(values: torch.Tensor, dtype: torch.dtype, rounding: Rounding) -> torch.Tensor:
     """Round at random to one of the two neighbours in `dtype`, with the mean of the value itself.
 
@@ -38,20 +45,18 @@ def round_state(values: torch.Tensor, dtype: torch.dtype, rounding: Rounding) ->
     """
     assert dtype in (torch.float16, torch.bfloat16), dtype
     random = random_bits(values.shape, rounding).to(values.device)
-    bits = values.float().contiguous().view(torch.int32)
-    magnitude, sign = bits & 0x7FFFFFFF, bits & -0x80000000
-    is_finite = magnitude < 0x7F800000
+    values = values.float()
+    size = values.abs()
     if dtype is torch.bfloat16:
-        rounded = (magnitude + random) & -0x10000
+        bits = size.view(torch.int32) + random
+        rounded = (bits & -0x10000).view(torch.float32)
     else:
-        rounded = (magnitude + (random >> 3)) & -0x2000
-        # Below the normal numbers of fp16 its steps no longer shrink.
-        steps = (magnitude.view(torch.float32) * 2.0**24 + random * 2.0**-16).floor()
-        is_small = magnitude.view(torch.float32) < _SMALLEST_NORMAL
-        rounded = torch.where(is_small, (steps * 2.0**-24).view(torch.int32), rounded)
-        rounded = rounded.view(torch.float32).clamp(max=_LARGEST).view(torch.int32)
-    rounded = torch.where(is_finite, rounded, magnitude) | sign
-    return rounded.view(torch.float32).to(dtype)
+        # Beside 2^-14, the smallest normal number, the steps of its subnormal ones are those of
+        # all bits above the 13 lowest.
+        base = torch.where(size < _SMALLEST_NORMAL, _SMALLEST_NORMAL, 0.0)
+        bits = (size + base).view(torch.int32) + (random & 0x1FFF)
+        rounded = ((bits & -0x2000).view(torch.float32) - base).clamp(max=_LARGEST)
+    return torch.where(size < torch.inf, rounded, size).copysign(values).to(dtype)
 
 
 def random_bits(shape: torch.Size, rounding: Rounding) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.errors import ShapeError
-from tandem.ops.rounding import Rounding, round_state
+from tandem.ops.rounding import Rounding, to_rest
 
 
 def selective_scan(
@@ -152,10 +152,3 @@ def discretize(dt: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
 def gate(y: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
     """y silu(z), rounded once more."""
     return y if z is None else (y.float() * F.silu(z.float())).to(y.dtype)
-
-
-def to_rest(state: torch.Tensor, dtype: torch.dtype, rounding: Rounding | None) -> torch.Tensor:
-    """The state [S, ..., N] as it lies in its slots."""
-    if rounding is None or dtype is torch.float32:
-        return state.to(dtype)
-    return round_state(state, dtype, rounding)

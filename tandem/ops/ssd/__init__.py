@@ -6,6 +6,7 @@ Shapes, aliasing and sources are stated in `reference`; these functions choose t
 import torch
 
 from tandem.ops.dispatch import choose
+from tandem.ops.rounding import Rounding
 from tandem.ops.ssd import reference
 from tandem.ops.ssd.reference import ssd_scan
 
@@ -26,11 +27,12 @@ def ssd_prefill(
     dt_bias: torch.Tensor,
     dt_limit: tuple[float, float],
     chunk: int = 128,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """Scan of packed sequences from and to their slots; see `reference.ssd_prefill`."""
     return choose("ssd", reference, x).ssd_prefill(
-        x, dt, A, B, C, D, state, slots, query_start, has_state, dt_bias, dt_limit, chunk
-    )
+        x, dt, A, B, C, D, state, slots, query_start, has_state, dt_bias, dt_limit, chunk, rounding
+    )  # fmt: skip
 
 
 def ssd_update(
@@ -44,8 +46,9 @@ def ssd_update(
     slots: torch.Tensor,
     dt_bias: torch.Tensor,
     dt_limit: tuple[float, float],
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """One token a row, state updated in its slot; see `reference.ssd_update`."""
     return choose("ssd", reference, x).ssd_update(
-        x, dt, A, B, C, D, state, slots, dt_bias, dt_limit
+        x, dt, A, B, C, D, state, slots, dt_bias, dt_limit, rounding
     )

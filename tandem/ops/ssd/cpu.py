@@ -1,6 +1,7 @@
 """Mamba-2 on the native CPU kernels; same functions as `reference`, in which shapes are stated.
 
-State is updated where it lies. What the kernels do not take (a layout, a dtype, a graph of
+State is updated where it lies; only one that is rounded at random is copied before and rounded
+after. What the kernels do not take (a layout, a dtype, a graph of
 gradients) goes to the reference.
 """
 
@@ -10,6 +11,7 @@ import torch
 
 from tandem.ops.native import DTYPE_CODE, kernels
 from tandem.ops.native.arguments import as_fp32, is_plain
+from tandem.ops.rounding import Rounding, round_state
 from tandem.ops.ssd import reference
 
 
@@ -32,12 +34,21 @@ def ssd_prefill(
     dt_bias: torch.Tensor,
     dt_limit: tuple[float, float],
     chunk: int = 128,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """See `reference.ssd_prefill`."""
     if not _is_addressable(x, dt, B, C, state):
         return reference.ssd_prefill(
-            x, dt, A, B, C, D, state, slots, query_start, has_state, dt_bias, dt_limit, chunk
-        )
+            x, dt, A, B, C, D, state, slots, query_start, has_state, dt_bias, dt_limit, chunk,
+            rounding,
+        )  # fmt: skip
+    if rounding is not None and state.dtype is not torch.float32:
+        held, here = state[slots].float(), torch.arange(len(slots))
+        rest = (here, query_start, has_state, dt_bias, dt_limit, chunk)
+        y = ssd_prefill(x, dt, A, B, C, D, held, *rest)
+        live = query_start[1:] > query_start[:-1]
+        state[slots[live]] = round_state(held, state.dtype, rounding)[live]
+        return y
     y = x.new_empty(x.shape)
     starts = query_start.to(torch.int32).contiguous()
     live = has_state.contiguous()
@@ -67,10 +78,16 @@ def ssd_update(
     slots: torch.Tensor,
     dt_bias: torch.Tensor,
     dt_limit: tuple[float, float],
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """See `reference.ssd_update`."""
     if not _is_addressable(x, dt, B, C, state):
-        return reference.ssd_update(x, dt, A, B, C, D, state, slots, dt_bias, dt_limit)
+        return reference.ssd_update(x, dt, A, B, C, D, state, slots, dt_bias, dt_limit, rounding)
+    if rounding is not None and state.dtype is not torch.float32:
+        held, here = state[slots].float(), torch.arange(len(slots))
+        y = ssd_update(x, dt, A, B, C, D, held, here, dt_bias, dt_limit)
+        state[slots] = round_state(held, state.dtype, rounding)
+        return y
     y = x.new_empty(x.shape)
     rows = slots.contiguous()
     assert len(rows) == len(x), (rows.shape, x.shape)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.ops.chunks import ChunkPlan, plan_chunks
+from tandem.ops.rounding import Rounding, to_rest
 
 
 def ssd_scan(
@@ -94,6 +95,7 @@ def ssd_prefill(
     dt_bias: torch.Tensor,
     dt_limit: tuple[float, float],
     chunk: int = 128,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """`ssd_scan` from and to the slots of packed sequences, with dt still raw.
 
@@ -106,6 +108,7 @@ def ssd_prefill(
             `slots`.
         slots: int64 [S], distinct.
         has_state: bool [S]; False starts from zeros whatever the slot holds.
+        rounding: how a 16-bit state is rounded; None to the nearest. Of no effect on fp32.
 
     Returns: y [T, H, P] in x.dtype. The slot of an empty sequence is neither read nor written.
     """
@@ -115,7 +118,7 @@ def ssd_prefill(
     step = discretize(dt, dt_bias, dt_limit)
     y, final = ssd_scan(x, step, A, B, C, D, initial, query_start, chunk)
     live = (query_start[1:] > query_start[:-1]).to(slots.device)
-    state[slots[live]] = final[live].to(state.dtype)
+    state[slots[live]] = to_rest(final, state.dtype, rounding)[live]
     return y
 
 
@@ -130,12 +133,13 @@ def ssd_update(
     slots: torch.Tensor,
     dt_bias: torch.Tensor,
     dt_limit: tuple[float, float],
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """The recurrence for one token a row; the state of every row is live.
 
     Args:
         x: [S, H, P].    dt: raw [S, H].    B, C: [S, G, N].
-        A, D, dt_bias, dt_limit: as `ssd_prefill`.
+        A, D, dt_bias, dt_limit, rounding: as `ssd_prefill`.
         state: [num_slots, H, P, N], a strided view, written in place at `slots` (int64 [S],
             distinct).
 
@@ -148,7 +152,7 @@ def ssd_update(
     head_C = C.float().repeat_interleave(num_heads // num_groups, dim=1)
     added = (x.float() * step.unsqueeze(-1)).unsqueeze(-1) * head_B.unsqueeze(-2)  # [S, H, P, N]
     new = state[slots].float() * decay[..., None, None] + added
-    state[slots] = new.to(state.dtype)
+    state[slots] = to_rest(new, state.dtype, rounding)
     y = (new @ head_C.unsqueeze(-1)).squeeze(-1)
     if D is not None:
         y = y + x.float() * D.float().unsqueeze(-1)

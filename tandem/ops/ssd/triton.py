@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.ops.rounding import Rounding
+from tandem.ops.rounding.triton import random_bits, round_state
 from tandem.ops.ssd import reference
 from tandem.ops.tiles import (
     FLOATS,
@@ -47,6 +49,7 @@ def ssd_prefill(
     dt_bias: torch.Tensor,
     dt_limit: tuple[float, float],
     chunk: int = 128,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """See `reference.ssd_prefill`. `chunk` is the reference's; the kernel has its own tiles.
 
@@ -58,8 +61,10 @@ def ssd_prefill(
     """
     if not _is_addressable(x, dt, B, C, state):
         return reference.ssd_prefill(
-            x, dt, A, B, C, D, state, slots, query_start, has_state, dt_bias, dt_limit, chunk
-        )
+            x, dt, A, B, C, D, state, slots, query_start, has_state, dt_bias, dt_limit, chunk,
+            rounding,
+        )  # fmt: skip
+    rounding = rounding if state.dtype is not torch.float32 else None
     _, num_heads, head_dim, state_size = state.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not len(x):
@@ -138,6 +143,8 @@ def ssd_prefill(
         has_state,
         passed,
         decays,
+        slots if rounding is None else rounding.positions,
+        0 if rounding is None else rounding.seed,
         y,
         x.stride(0),
         x.stride(1),
@@ -147,6 +154,7 @@ def ssd_prefill(
         C.stride(1),
         state.stride(0),
         HAS_SKIP=D is not None,
+        IS_RANDOM=rounding is not None,
         **shape,
     )
     return y
@@ -163,10 +171,12 @@ def ssd_update(
     slots: torch.Tensor,
     dt_bias: torch.Tensor,
     dt_limit: tuple[float, float],
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """See `reference.ssd_update`. Bound by the bytes of state, which are read and written once."""
     if not _is_addressable(x, dt, B, C, state):
-        return reference.ssd_update(x, dt, A, B, C, D, state, slots, dt_bias, dt_limit)
+        return reference.ssd_update(x, dt, A, B, C, D, state, slots, dt_bias, dt_limit, rounding)
+    rounding = rounding if state.dtype is not torch.float32 else None
     _, num_heads, head_dim, state_size = state.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not len(x):
@@ -184,6 +194,8 @@ def ssd_update(
         state,
         slots,
         dt_bias,
+        slots if rounding is None else rounding.positions,
+        0 if rounding is None else rounding.seed,
         y,
         float(dt_limit[0]),
         float(dt_limit[1]),
@@ -200,7 +212,8 @@ def ssd_update(
         N=state_size,
         HEADS_PER_GROUP=num_heads // B.shape[1],
         HAS_SKIP=D is not None,
-        BN=triton.next_power_of_2(state_size),
+        IS_RANDOM=rounding is not None,
+        BN=max(8, triton.next_power_of_2(state_size)),
         **tiles,
     )
     return y
@@ -261,6 +274,8 @@ def ssd_update_kernel(
     p_state,
     p_slots,
     p_dt_bias,
+    p_positions,
+    seed,
     p_y,
     dt_low,
     dt_high,
@@ -277,6 +292,7 @@ def ssd_update_kernel(
     N: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -303,7 +319,11 @@ def ssd_update_kernel(
     decay = tl.exp(b_step * tl.load(p_A + i_h).to(tl.float32))
 
     b_h = b_h * decay + (b_x * b_step)[:, None] * b_B.to(tl.float32)[None, :]
-    tl.store(p_h, b_h.to(p_state.dtype.element_ty), mask=m_h)
+    if IS_RANDOM:
+        b_random = random_bits(seed, tl.load(p_positions + i_row), i_h * P + o_p, N, BN)
+        tl.store(p_h, round_state(b_h, b_random, p_state.dtype.element_ty), mask=m_h)
+    else:
+        tl.store(p_h, b_h.to(p_state.dtype.element_ty), mask=m_h)
     b_y = tl.sum(b_h * b_C.to(tl.float32)[None, :], 1)
     if HAS_SKIP:
         b_y += b_x * tl.load(p_D + i_h).to(tl.float32)
@@ -460,6 +480,8 @@ def ssd_prefill_kernel(
     p_has_state,
     p_passed,
     p_decays,
+    p_positions,
+    seed,
     p_y,
     x_token,
     x_head,
@@ -474,6 +496,7 @@ def ssd_prefill_kernel(
     HEADS_PER_GROUP: tl.constexpr,
     SEGMENTS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
     BT: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
@@ -561,4 +584,9 @@ def ssd_prefill_kernel(
         p_y += BT * H * P
     if stop == length:
         p_after = p_h + o_p[None, :] * N + o_n[:, None]
-        tl.store(p_after, b_h.to(p_state.dtype.element_ty), mask=m_h)
+        if IS_RANDOM:
+            b_random = random_bits(seed, tl.load(p_positions + i_row), i_h * P + o_p, N, BN)
+            b_rounded = round_state(b_h, tl.trans(b_random), p_state.dtype.element_ty)
+            tl.store(p_after, b_rounded, mask=m_h)
+        else:
+            tl.store(p_after, b_h.to(p_state.dtype.element_ty), mask=m_h)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tandem.ops.rounding import Rounding
 from tandem.ops.ssd import cpu, reference
 from tests.tolerances import assert_close
 from tests.unit.ops.ssd import test_reference as cases
@@ -107,3 +108,39 @@ def test_slots_beyond_32_bit_offsets(far_slots):
         cpu.ssd_prefill(**p, state=close, slots=slots, **rows),
     )
     assert torch.equal(state[1:], close[1:])
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
+def test_state_rounded_at_random_equals_that_of_the_reference(state_dtype):
+    """To the bit, but where fp32 sums in another order fall on the other side of a draw."""
+    lengths, size = [5, 0, 1], (6, 16, 2, 20)
+    p = _problem(sum(lengths), *size, dtype=torch.float32)
+    rest = {
+        "slots": torch.tensor([4, 0, 2]),
+        "query_start": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "has_state": torch.tensor([True, True, False]),
+        "rounding": Rounding(5, torch.tensor([9, 0, 1])),
+    }
+    states = torch.full((5, size[0], size[1], size[3]), torch.nan, dtype=state_dtype)
+    states[4] = torch.randn(states[4].shape).to(state_dtype)
+    found = []
+    for module in (cpu, reference):
+        state = states.clone()
+        module.ssd_prefill(**p, state=state, **rest)
+        one = {
+            name: value[:2] if name in ("x", "dt", "B", "C") else value for name, value in p.items()
+        }
+        module.ssd_update(
+            **one,
+            state=state,
+            slots=torch.tensor([2, 4]),
+            rounding=Rounding(6, torch.tensor([2, 10])),
+        )
+        assert state[[0, 1, 3]].isnan().all()
+        found.append(state[[2, 4]])
+    assert (found[0] != found[1]).float().mean() < 0.01
+    assert_close(found[0], found[1])
+    nearest = states.clone()
+    del rest["rounding"]
+    cpu.ssd_prefill(**p, state=nearest, **rest)
+    assert (nearest[[2, 4]] != found[0]).any()
