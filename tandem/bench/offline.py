@@ -26,6 +26,7 @@ from tandem.bench.limits import (
 from tandem.bench.profile import profile_steps
 from tandem.config.engine import EngineConfig
 from tandem.config.model import ModelConfig
+from tandem.engine.child import freeze_heap
 from tandem.engine.engine import EngineCore
 from tandem.engine.sizing import size_engine
 from tandem.errors import ConfigError
@@ -203,6 +204,7 @@ def run_offline(
     machine = measure_machine(threads)
     started = time.perf_counter()
     core = EngineCore(config)
+    freeze_heap()
     bench = _Bench(core, count_work(model), machine, cases)
     rows: list[Row] = []
     profiles: dict[str, Any] = {}

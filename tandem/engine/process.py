@@ -7,7 +7,7 @@ import torch
 import zmq
 
 from tandem import log as tandem_log
-from tandem.engine.child import ignore_signals, read_settings
+from tandem.engine.child import freeze_heap, ignore_signals, read_settings
 from tandem.engine.engine import EngineCore
 from tandem.engine.messages import (
     Abort,
@@ -120,6 +120,7 @@ def main() -> None:
     pulse: PulseSender | None = None
     try:
         process = CoreProcess(core, socket)
+        freeze_heap()
         process.send(core.info)
         if settings.pulse_endpoint is not None:
             pulse = PulseSender(settings.pulse_endpoint, "core")

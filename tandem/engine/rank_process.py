@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from tandem import log as tandem_log
-from tandem.engine.child import ignore_signals, read_settings
+from tandem.engine.child import freeze_heap, ignore_signals, read_settings
 from tandem.engine.messages import (
     Collect,
     Execute,
@@ -59,6 +59,7 @@ def main() -> None:
         PulseSender(settings.pulse_endpoint, f"rank {settings.rank}")
     decoder = msgspec.msgpack.Decoder(ToRank)
     rank = _Rank(worker)
+    freeze_heap()
     while True:
         command: ToRank = decoder.decode(socket.recv())
         reply = rank.obey(command)

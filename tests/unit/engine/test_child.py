@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def close(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
+
+
+def test_what_a_start_up_leaves_is_not_looked_through_again() -> None:
+    """In a process of its own: the tests' heap stays as it is."""
+    code = (
+        "import gc; from tandem.engine.child import freeze_heap\n"
+        "kept = [[] for _ in range(50_000)]; freeze_heap()\n"
+        "cycle = []; cycle.append(cycle); del cycle\n"
+        "assert gc.get_freeze_count() > 50_000 and len(gc.get_objects()) < 1000\n"
+        "assert gc.collect() == 1 and len(kept) == 50_000"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_end_closes_the_life_line_and_the_child_leaves_by_itself(tmp_path: Path) -> None:
