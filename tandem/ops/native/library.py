@@ -26,6 +26,8 @@ _SIGNATURES = {
     "tandem_linear_rows": "-:pppii",
     "tandem_ssd_update": "-:pff",
     "tandem_ssd_prefill": "-:pffppi",
+    "tandem_selective_scan_update": "-:p",
+    "tandem_selective_scan_prefill": "-:ppp",
     "tandem_rms_norm": "-:iipipipppiif",
     "tandem_gated_rms_norm": "-:iipipippiiif",
     "tandem_silu_mul": "-:ipipii",
