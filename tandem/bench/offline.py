@@ -4,6 +4,7 @@ It drives the engine's own loop, scheduler and sampler included, without HTTP an
 Prefill of whole prompts, decode steps of full batches, and a mix of both.
 """
 
+import gc
 import random
 import re
 import statistics
@@ -235,6 +236,7 @@ def run_offline(
             rows.append(bench.mixed(cases.mix))
     finally:
         core.close()
+        gc.unfreeze()
     final = result()
     if on_result is not None:
         on_result(final)

@@ -5,6 +5,7 @@ outlives the command that started it, however that command ended. Settings are J
 pickled.
 """
 
+import atexit
 import gc
 import os
 import shutil
@@ -54,6 +55,7 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain of what an interpreter does not free
 
 
 def read_settings(kind: type[Settings]) -> Settings:
