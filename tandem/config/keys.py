@@ -69,6 +69,11 @@ class Keys:
             raise ModelError(f"{self.source}: {keys[0]}={value!r}; expected a JSON object")
         return Keys(value, self.source)
 
+    def over(self, other: "Keys", *keys: str) -> "Keys":
+        """These keys, and of `other` those named that are not here."""
+        more = {key: other.get(key) for key in keys if not self.has(key) and other.has(key)}
+        return Keys({**self._raw, **more}, self.source)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default=default)
         if not isinstance(value, bool):

@@ -84,7 +84,8 @@ def pre_normed(
 class Family:
     """Everything that only one family says.
 
-    `title`: how people call it. `read`: config.json → the model.
+    `title`: how people call it. `read`: config.json → the model. `parts`: of the model, with the
+    names of the usual checkpoints; `other_parts`: with those of others, tried in order.
     `prefixes`: what stands before every name but the head's; the first that a checkpoint uses.
     `ignored`: patterns (re.search) of tensors that a checkpoint may hold and serving does not need.
     """
@@ -97,3 +98,4 @@ class Family:
     final_norm: str
     head: str = "lm_head.weight"
     ignored: tuple[str, ...] = ()
+    other_parts: tuple[Callable[[ModelConfig], list[Part]], ...] = ()

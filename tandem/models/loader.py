@@ -1,5 +1,6 @@
 """The one way to load a model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -7,7 +8,9 @@ import torch
 from tandem.config.model import ModelConfig
 from tandem.errors import ModelError
 from tandem.layers.parallel import TensorParallel
+from tandem.layers.weight import Weight
 from tandem.models.decoder import Decoder
+from tandem.models.family import Family
 from tandem.models.random_weights import random_weights
 from tandem.models.registry import FAMILIES
 from tandem.models.weights import Checkpoint, load_weights
@@ -41,10 +44,24 @@ def load_model(
     if is_random:
         return Decoder(config, family, random_weights(weights, device), tp)
     checkpoint = Checkpoint(path)
-    prefix = checkpoint.prefix(family.prefixes)
-    if prefix != family.prefixes[0]:
-        weights = Decoder.weights(config, family, tp, prefix)
+    weights = _stored_weights(config, family, tp, checkpoint)
     tensors = load_weights(
         checkpoint, weights, device, ignored=family.ignored, show_progress=show_progress
     )
     return Decoder(config, family, tensors, tp)
+
+
+def _stored_weights(
+    config: ModelConfig, family: Family, tp: TensorParallel, checkpoint: Checkpoint
+) -> dict[str, Weight]:
+    """The weights by the names that this checkpoint uses; by the usual ones if it uses none."""
+    prefix = checkpoint.prefix(family.prefixes)
+    known = [
+        Decoder.weights(config, replace(family, parts=parts), tp, prefix)
+        for parts in (family.parts, *family.other_parts)
+    ]
+    for weights in known:
+        needed = (weight for weight in weights.values() if not weight.is_optional)
+        if all(piece.name in checkpoint for weight in needed for piece in weight.pieces):
+            return weights
+    return known[0]

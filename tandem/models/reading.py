@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.config.keys import MAX_HEADS, MAX_LAYERS, MAX_POSITION, Keys
 from tandem.config.model import (
     AttentionConfig,
+    GatedDeltaConfig,
     Mamba2Config,
     MlpConfig,
     MoeConfig,
@@ -14,6 +15,8 @@ from tandem.config.model import (
     RotaryScaling,
 )
 from tandem.errors import ModelError
+
+T = TypeVar("T")
 
 
 def read_heads(keys: Keys) -> tuple[int, int]:
@@ -221,6 +224,40 @@ def read_mamba2(
     return mamba
 
 
+def read_gated_delta(
+    keys: Keys, norm_eps: float, *, layout: str, max_beta: float = 1.0
+) -> GatedDeltaConfig:
+    """The gated delta rule with the keys of Qwen3-Next."""
+    num_key_heads = keys.integer("linear_num_key_heads", maximum=MAX_HEADS)
+    num_value_heads = keys.integer("linear_num_value_heads", maximum=MAX_HEADS)
+    if num_value_heads % num_key_heads:
+        raise ModelError(
+            f"{keys.source}: linear_num_value_heads={num_value_heads} is not a multiple of "
+            f"linear_num_key_heads={num_key_heads}"
+        )
+    return GatedDeltaConfig(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=keys.integer("linear_key_head_dim"),
+        value_dim=keys.integer("linear_value_head_dim"),
+        conv_kernel=keys.integer("linear_conv_kernel_dim", default=4, minimum=2),
+        max_beta=max_beta,
+        norm_eps=norm_eps,
+        layout=layout,
+    )
+
+
+def read_attention_layers(keys: Keys) -> list[bool]:
+    """Which layers are full attention among those of linear attention: the list of layer types, or
+    every so many layers the last."""
+    if keys.has("layer_types"):
+        return read_layer_names(
+            keys, ("layer_types",), {"linear_attention": False, "full_attention": True}
+        )
+    interval = keys.integer("full_attention_interval", default=4)
+    return [(index + 1) % interval == 0 for index in range(read_num_layers(keys))]
+
+
 def check_groups(keys: Keys, num_heads: int, num_groups: int) -> None:
     """Of Mamba-2: each group of B and C serves as many heads."""
     if num_heads % num_groups:
@@ -229,7 +266,7 @@ def check_groups(keys: Keys, num_heads: int, num_groups: int) -> None:
         )
 
 
-def read_layer_names(keys: Keys, names: Sequence[str], known: Mapping[str, str]) -> list[str]:
+def read_layer_names(keys: Keys, names: Sequence[str], known: Mapping[str, T]) -> list[T]:
     """`known` of each name in the list under the first of the keys `names` that is there."""
     found = keys.get(*names)
     if not isinstance(found, list) or not found:

@@ -17,7 +17,15 @@ from tandem.models.llama import LLAMA
 from tandem.models.mamba import FALCON_MAMBA, MAMBA
 from tandem.models.mamba2 import CODESTRAL_MAMBA, MAMBA2, codestral_keys
 from tandem.models.nemotron_h import NEMOTRON_H
+from tandem.models.olmo_hybrid import OLMO_HYBRID
 from tandem.models.qwen3 import QWEN3
+from tandem.models.qwen3_next import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_NEXT,
+)
 
 # By model_type of config.json.
 FAMILIES: dict[str, Family] = {
@@ -33,7 +41,13 @@ FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mamba": MAMBA,
     "mamba2": MAMBA2,
+    "olmo_hybrid": OLMO_HYBRID,
     "qwen3": QWEN3,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_next": QWEN3_NEXT,
 }
 
 

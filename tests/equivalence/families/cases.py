@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCAB = 512
 _COMMON: dict[str, Any] = {
@@ -172,8 +172,102 @@ _LFM2: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "conv", _FULL, "conv"],
 }
+_QWEN3_NEXT: dict[str, Any] = {
+    **_HEADS,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR],
+}
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_MROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
+}
+
+
+def _save_olmo_hybrid(model: Any, folder: Path) -> None:
+    """As published: transformers 5.24 saves the three convolutions of a layer as equal thirds,
+    though values have more channels, and gives one norm the name of another."""
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors, config = load_file(file), model.config
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    for index, layer in enumerate(model.model.layers):
+        name = f"model.layers.{index}."
+        if config.layer_types[index] == _FULL:
+            norm = tensors.pop(f"{name}feedforward_layer_norm.weight")
+            tensors[f"{name}post_attention_layernorm.weight"] = norm
+            continue
+        weights = layer.linear_attn.conv1d.weight.detach().split([keys, keys, values])
+        for part, weight in zip("qkv", weights, strict=True):
+            tensors[f"{name}linear_attn.{part}_conv1d.weight"] = weight.contiguous()
+    save_file(tensors, file)
+
+
+def _save_stacked_experts(model: Any, folder: Path) -> None:
+    """As in memory, where the experts of a layer are one tensor, below a model that also sees."""
+    model.config.save_pretrained(folder)
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    tensors["model.visual.patch_embed.weight"] = torch.zeros(3)
+    save_file(tensors, folder / "model.safetensors")
+
 
 CASES: dict[str, Case] = {
+    "qwen3_next": Case(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**_QWEN3_NEXT, **_QWEN_EXPERTS, "mlp_only_layers": [1]},
+        refused=(({"linear_num_value_heads": 6}, 4, r"layer 0 gated_delta value heads has 6"),),
+    ),
+    "qwen3_5_text": Case("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_QWEN3_NEXT, **_MROPE}),
+    "qwen3_5_moe_text": Case(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**_QWEN3_NEXT, **_QWEN_EXPERTS, **_MROPE},
+    ),
+    "qwen3_5_moe": Case(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**_QWEN3_NEXT, **_QWEN_EXPERTS, **_MROPE},
+        save=_save_stacked_experts,
+    ),
+    "olmo_hybrid": Case(
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {
+            **_HEADS,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL],
+        },
+        save=_save_olmo_hybrid,
+    ),
     "mamba": Case(
         "MambaConfig",
         "MambaForCausalLM",
