@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,9 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.errors import ConfigError, PeerLostError, RequestError
+from tandem.router.http_stream import HttpStream
 
 _QUANTILES = (50, 90, 99)
-_LINE_NBYTES = 1 << 22  # the longest event
+_MAX_REPLY_NBYTES = 1 << 22  # of a reply that is no answer
+_JSON = {"content-type": "application/json"}
+_CHOICE = b'"choices":[{'
+# Of a stream: its last events, from which its length is read.
+_KEPT_NBYTES = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -75,102 +80,58 @@ class Answer:
         return (self.last - self.first) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
-class _Connection:
-    """One connection that is used for one request after another."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
-
-    async def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._reader = self._writer = None
-
-    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[bytes]:
-        """The parts of a reply's body as they come; raises RequestError for a status but 200."""
-        endpoint = self._endpoint
-        if self._reader is None or self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection(
-                endpoint.host, endpoint.port, limit=_LINE_NBYTES
-            )
-        head = (
-            f"{method} {endpoint.path}{path} HTTP/1.1\r\nHost: {endpoint.host}:{endpoint.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        self._writer.write(head.encode() + body)
-        await self._writer.drain()
-        status, headers = await self._head(self._reader)
-        parts = self._body(self._reader, headers)
-        if status != 200:
-            text = b"".join([part async for part in parts]).decode(errors="replace")
-            raise RequestError(f"the server answered {status}: {text[:500]}")
-        async for part in parts:
-            yield part
-        if headers.get("connection", "").lower() == "close":
-            await self.close()
-
-    async def _head(self, reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-        line = (await reader.readline()).decode("latin-1").split()
-        if len(line) < 2 or not line[1].isdigit():
-            raise ConnectionError("the server closed the connection before it answered")
-        headers = {}
-        while (header := (await reader.readline()).decode("latin-1").strip()) != "":
-            name, _, value = header.partition(":")
-            headers[name.lower()] = value.strip()
-        return int(line[1]), headers
-
-    async def _body(
-        self, reader: asyncio.StreamReader, headers: dict[str, str]
-    ) -> AsyncIterator[bytes]:
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            while size := int((await reader.readline()).split(b";")[0], 16):
-                yield (await reader.readexactly(size + 2))[:-2]
-            await reader.readline()
-        elif "content-length" in headers:
-            yield await reader.readexactly(int(headers["content-length"]))
-        else:
-            yield await reader.read()
-            headers["connection"] = "close"
-
-
-async def _ask(connection: _Connection, body: bytes, num_out: int) -> Answer:
+async def _ask(stream: HttpStream, path: str, body: bytes, num_out: int) -> Answer:
     """Send one completion and read it to its end.
 
     Raises: RequestError for a refusal, an error in the stream or an answer of another length.
     """
     sent = time.perf_counter()
+    status = await stream.request("POST", path, body, _JSON)
+    if status != 200:
+        text = (await stream.read_all(_MAX_REPLY_NBYTES)).decode(errors="replace")
+        raise RequestError(f"the server answered {status}: {text[:500]}")
     first = last = None
-    num_tokens = 0
     rest = b""
-    async for part in connection.request("POST", "/v1/completions", body):
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RequestError(f"the stream ended with an error: {event['error']}")
-            if event.get("choices"):
-                last = time.perf_counter()
-                first = first or last
-            if event.get("usage"):
-                num_tokens = event["usage"]["completion_tokens"]
+    while (piece := await stream.read()) is not None:
+        # Events are looked for, not decoded: only the last ones say more than that they came.
+        rest += piece
+        if rest.find(_CHOICE, max(0, len(rest) - len(piece) - len(_CHOICE))) >= 0:
+            last = time.perf_counter()
+            first = first or last
+        if len(rest) > _KEPT_NBYTES:
+            rest = rest[-_KEPT_NBYTES // 2 :]
+    num_tokens = _count_tokens(rest)
     if first is None or last is None or num_tokens != num_out:
         raise RequestError(f"an answer has {num_tokens} tokens; expected {num_out}")
     return Answer(sent, first, last, num_tokens)
 
 
+def _count_tokens(end: bytes) -> int:
+    """What the last events of an answer say. Raises: RequestError for an error."""
+    num_tokens = 0
+    for line in end.split(b"\n"):
+        if not line.startswith(b"data: {"):
+            continue
+        try:
+            event = json.loads(line[6:])
+        except ValueError as error:
+            raise RequestError(f"an event is no JSON: {line[:200]!r}") from error
+        if "error" in event:
+            raise RequestError(f"the stream ended with an error: {event['error']}")
+        if event.get("usage"):
+            num_tokens = event["usage"]["completion_tokens"]
+    return num_tokens
+
+
 async def _model_name(endpoint: Endpoint) -> str:
-    connection = _Connection(endpoint)
+    stream = await HttpStream.open(endpoint.host, endpoint.port)
     try:
-        reply = b"".join([part async for part in connection.request("GET", "/v1/models")])
-        return str(json.loads(reply)["data"][0]["id"])
+        await stream.request("GET", f"{endpoint.path}/v1/models")
+        return str(json.loads(await stream.read_all(_MAX_REPLY_NBYTES))["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise RequestError(f"/v1/models names no model: {error}") from error
     finally:
-        await connection.close()
+        stream.close()
 
 
 def _body(load: Load, model: str, index: int) -> bytes:
@@ -197,14 +158,18 @@ async def _closed_loop(
     # Made before the clock runs.
     bodies = iter([_body(load, model, next(serial)) for _ in range(num_requests)])
     answers: list[Answer] = []
+    path = f"{endpoint.path}/v1/completions"
 
     async def work() -> None:
-        connection = _Connection(endpoint)
+        stream: HttpStream | None = None
         try:
             for body in bodies:
-                answers.append(await _ask(connection, body, load.num_out))
+                if stream is None or not stream.can_be_reused:
+                    stream = await HttpStream.open(endpoint.host, endpoint.port)
+                answers.append(await _ask(stream, path, body, load.num_out))
         finally:
-            await connection.close()
+            if stream is not None:
+                stream.close()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -248,7 +213,7 @@ def run_serve(
 
     try:
         return asyncio.run(measure())
-    except* (OSError, asyncio.IncompleteReadError) as group:
+    except* OSError as group:
         error = _first(group)
         raise PeerLostError(f"{url}: {type(error).__name__}: {error}; is a server there?") from None
     except* RequestError as group:

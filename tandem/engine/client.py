@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.child import end, make_folder, remove_folder, spawn
+from tandem.engine.inbox import Inbox
 from tandem.engine.messages import (
     Abort,
     CoreSettings,
@@ -54,7 +55,7 @@ class EngineClient:
     def __init__(self, config: EngineConfig, log_level: str | None = None) -> None:
         self._config = config
         self._log_level = log_level
-        self._queues: dict[str, asyncio.Queue[TokenDelta | TandemError]] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._debug_waiters: dict[int, asyncio.Future[Heartbeat]] = {}
         self._detail_waiters: dict[int, asyncio.Future[Detail]] = {}
         self._query_ids = count(1)
@@ -84,7 +85,7 @@ class EngineClient:
     @property
     def num_requests(self) -> int:
         """Requests that have not ended, as far as this process knows."""
-        return len(self._queues)
+        return len(self._inboxes)
 
     @property
     def lost(self) -> TandemError | None:
@@ -131,10 +132,15 @@ class EngineClient:
             message: ToFrontend = self._decoder.decode(await self._socket.recv())
             self._last_heard = time.monotonic()
             if isinstance(message, Deltas):
+                inboxes = self._inboxes
                 for delta in message.deltas:
-                    self._put(delta.request_id, delta)
+                    inbox = inboxes.get(delta.request_id)
+                    if inbox is not None:
+                        inbox.put(delta)
             elif isinstance(message, Refused):
-                self._put(message.request_id, message.failure.error())
+                inbox = self._inboxes.get(message.request_id)
+                if inbox is not None:
+                    inbox.put(message.failure.error())
             elif isinstance(message, Heartbeat):
                 self._stats, self._not_ready = message.stats, message.not_ready
                 waiter = self._debug_waiters.pop(message.query_id or 0, None)
@@ -155,17 +161,12 @@ class EngineClient:
                 ready.set_exception(self._dead)
                 return
 
-    def _put(self, request_id: str, item: TokenDelta | TandemError) -> None:
-        queue = self._queues.get(request_id)
-        if queue is not None:
-            queue.put_nowait(item)
-
     def _fail(self, error: TandemError) -> None:
         """The engine is gone: every request and every waiter learns it now."""
         self._dead = error
         log.error("engine lost: %s", error)
-        for queue in self._queues.values():
-            queue.put_nowait(error)
+        for inbox in self._inboxes.values():
+            inbox.put(error)
         waiters: list[asyncio.Future[Any]] = [
             *self._debug_waiters.values(),
             *self._detail_waiters.values(),
@@ -205,9 +206,9 @@ class EngineClient:
     async def _give_up_all(self, error: EngineDeadError) -> None:
         """Tell every request that its engine is silent, and the engine, if it ever goes on, that
         nobody waits for them."""
-        log.warning("%s (%d requests)", error, len(self._queues))
-        for request_id, queue in list(self._queues.items()):
-            queue.put_nowait(error)
+        log.warning("%s (%d requests)", error, len(self._inboxes))
+        for request_id, inbox in list(self._inboxes.items()):
+            inbox.put(error)
             with contextlib.suppress(EngineDeadError):
                 await self._send(Abort(request_id))
 
@@ -221,29 +222,31 @@ class EngineClient:
             raise EngineDeadError("the engine process does not answer any more") from None
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas of one request until it finishes. Closing the iterator early aborts it.
+        """Deltas of one request until it finishes; steps that wait to be taken come as one. Closing
+        the iterator early aborts it.
 
         Raises: RequestError or CapacityError if it is refused; EngineDeadError if the engine ends.
         """
-        if request.request_id in self._queues:
+        if request.request_id in self._inboxes:
             raise RequestError(
                 f"request_id={request.request_id!r} is already running", "request_id"
             )
         if self._silence is not None:
             raise self._silence
-        queue: asyncio.Queue[TokenDelta | TandemError] = asyncio.Queue()
-        self._queues[request.request_id] = queue
+        inbox = self._inboxes[request.request_id] = Inbox()
         is_over = False
         try:
             await self._send(Submit(request))
             while not is_over:
-                item = await queue.get()
-                is_over = isinstance(item, TandemError) or item.finish_reason is not None
-                if isinstance(item, TandemError):
-                    raise item
-                yield item
+                try:
+                    delta = await inbox.take()
+                except TandemError:
+                    is_over = True
+                    raise
+                is_over = delta.finish_reason is not None
+                yield delta
         finally:
-            del self._queues[request.request_id]
+            del self._inboxes[request.request_id]
             if not is_over and self._dead is None:
                 # Not awaited to the end if the loop is closing: the core also notices a lost
                 # frontend.

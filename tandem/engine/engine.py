@@ -33,7 +33,13 @@ from tandem.models.weights import weight_files
 from tandem.models.weights_digest import digest_weights
 from tandem.runner.worker import model_config, plans_in_flight
 from tandem.scheduler.policy import build_request, check_request
-from tandem.scheduler.request import EngineRequest, Request, RequestState, TokenDelta
+from tandem.scheduler.request import (
+    EngineRequest,
+    Request,
+    RequestState,
+    TokenDelta,
+    outside_vocabulary,
+)
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.step import StepPlan
 from tandem.state.ticket import Progress, Ticket, digest_of
@@ -203,15 +209,11 @@ class EngineCore:
         if request.source is not None and self._reads is None:
             raise RequestError(f"role={self.role} follows no prefills; use --role decode", "source")
         first = () if request.ticket is None else (request.ticket.first_token,)
-        outside = [
-            token
-            for token in (*request.prompt_token_ids, *request.generated, *first)
-            if not 0 <= token < self._model.vocab_size
-        ]
-        if outside:
+        token_ids = [*request.prompt_token_ids, *request.generated, *first]
+        wrong = outside_vocabulary(token_ids, self._model.vocab_size)
+        if wrong is not None:
             raise RequestError(
-                f"token id {outside[0]} is outside the vocabulary of {self._model.vocab_size}",
-                "prompt",
+                f"token id {wrong} is outside the vocabulary of {self._model.vocab_size}", "prompt"
             )
         if request.sampling.seed is None:
             sampling = msgspec.structs.replace(request.sampling, seed=random.getrandbits(63))

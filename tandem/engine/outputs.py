@@ -30,8 +30,7 @@ class Decodes(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
-@dataclass(frozen=True)
-class OutputToken:
+class OutputToken(msgspec.Struct, frozen=True):
     """A token of an answer. `text_offset`: where its text begins in the answer, in characters.
 
     A token that the answer's text ends before (part of a stop string) begins at the text's end.
@@ -42,8 +41,7 @@ class OutputToken:
     logprob: TokenLogprob | None = None
 
 
-@dataclass(frozen=True)
-class OutputDelta:
+class OutputDelta(msgspec.Struct, frozen=True):
     """What a client may see of an answer since the last delta.
 
     `finish_reason`: "stop", "length", "abort", "error" (`error` says why), "hold" (a prefill
@@ -268,7 +266,7 @@ class OutputProcessor:
             tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
         self._matcher = StopMatcher(sampling.stop)
-        self._text = ""  # of the whole answer, held-back part included
+        self._pending = ""  # text of the answer that is not out yet
         self._num_shown = 0  # characters that are out
         self._waiting: list[tuple[int, OutputToken]] = []  # (where the token's text ends, token)
         self._num_generated = 0
@@ -285,6 +283,8 @@ class OutputProcessor:
         if self._is_finished:
             return OutputDelta("", (), num_generated=self._num_generated)
         reason = delta.finish_reason
+        if reason is None and not self._sampling.stop:
+            return self._push_plain(delta)
         stop_reason: str | int | None = None
         for index, token_id in enumerate(delta.token_ids):
             is_last = index == len(delta.token_ids) - 1
@@ -312,37 +312,52 @@ class OutputProcessor:
             num_generated=self._num_generated,
         )
 
+    def _push_plain(self, delta: TokenDelta) -> OutputDelta:
+        """In the middle of an answer without stop strings nothing is held back."""
+        texts, tokens = [], []
+        start = self._num_shown
+        for index, token_id in enumerate(delta.token_ids):
+            logprob = delta.logprobs[index] if delta.logprobs else None
+            tokens.append(OutputToken(token_id, start, logprob))
+            text = self._detokenizer.push(token_id)
+            texts.append(text)
+            start += len(text)
+        self._num_generated += len(tokens)
+        self._num_shown = start
+        return OutputDelta("".join(texts), tuple(tokens), num_generated=self._num_generated)
+
     @property
     def _keeps_stop(self) -> bool:
         return self._sampling.include_stop_str_in_output
 
     def _push_token(self, token_id: int, logprob: TokenLogprob | None, *, has_text: bool) -> None:
-        start = len(self._text)
+        start = self._num_shown + len(self._pending)
         self._num_generated += 1
         if has_text:
             self._append(self._detokenizer.push(token_id))
-        self._waiting.append((len(self._text), OutputToken(token_id, start, logprob)))
+        stop = self._num_shown + len(self._pending)
+        self._waiting.append((stop, OutputToken(token_id, start, logprob)))
 
     def _append(self, text: str) -> None:
         """Add text up to where a stop string completes, and cut the answer there."""
         if not self._sampling.stop:
-            self._text += text
+            self._pending += text
             return
         for index, char in enumerate(text):
             found = self._matcher.push(char)
             if found is not None and self._num_generated >= self._sampling.min_tokens:
-                self._text += text[: index + 1]
+                self._pending += text[: index + 1]
                 if not self._keeps_stop:
-                    self._text = self._text[: -len(found)]
+                    self._pending = self._pending[: -len(found)]
                 self._stop_string = found
                 return
-        self._text += text
+        self._pending += text
 
     def _take_text(self) -> str:
         held = 0 if self._is_finished else self._matcher.num_held
-        stop = max(len(self._text) - held, self._num_shown)
-        text = self._text[self._num_shown : stop]
-        self._num_shown = stop
+        stop = max(len(self._pending) - held, 0)
+        text, self._pending = self._pending[:stop], self._pending[stop:]
+        self._num_shown += stop
         return text
 
     def _take_tokens(self) -> tuple[OutputToken, ...]:
@@ -355,7 +370,7 @@ class OutputProcessor:
                 count += 1
             taken = [token for _, token in self._waiting[:count]]
             self._waiting = self._waiting[count:]
-        end = len(self._text)
+        end = self._num_shown + len(self._pending)
         return tuple(
             token if token.text_offset <= end else OutputToken(token.token_id, end, token.logprob)
             for token in taken

@@ -23,7 +23,7 @@ from tandem.errors import ConfigError, EngineDeadError
 from tandem.log import get_logger
 from tandem.router.auth import SignedRequests
 from tandem.router.legs import LegFailure, Legs
-from tandem.router.link import EngineLink, LegError
+from tandem.router.link import KEEPALIVE_S, EngineLink, LegError
 from tandem.router.policy import RouterOptions, choose
 from tandem.scheduler.request import EngineRequest, TokenDelta
 from tandem.server.backend import Health, ModelInfo
@@ -34,8 +34,6 @@ from tandem.state.ticket import Ticket
 log = get_logger(__name__)
 
 _WAIT_REPORT_S = 10.0
-# Below the engines' own limit (uvicorn's is 5 s): a request must not meet a closing connection.
-_KEEPALIVE_S = 2.0
 _WAIT_POLL_S = 0.05
 # The two legs of a request that run at the same time.
 _PREFILL = "prefill"
@@ -100,7 +98,7 @@ class PairBackend:
             return
         timeout = httpx.Timeout(None, connect=self._options.connect_s)
         limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S
         )
         # trust_env=False: engines are inside; a proxy from the environment is for the outside.
         self._client = httpx.AsyncClient(
@@ -121,6 +119,8 @@ class PairBackend:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self._all_links():
+            link.close()
         if self._client is not None:
             await self._client.aclose()
 

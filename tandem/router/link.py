@@ -1,17 +1,18 @@
 """One engine as the router reaches it: its probes, its requests, its tickets, over HTTP."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx
 import msgspec
 
 from tandem.errors import RequestError, TransferError
 from tandem.log import get_logger
+from tandem.router.http_stream import HttpStream, NoConnectionError, StreamPool
 from tandem.router.policy import Candidate, RouterOptions, Standing
-from tandem.scheduler.request import EngineRequest, TokenDelta
+from tandem.scheduler.request import EngineRequest, TokenDelta, join_deltas
 from tandem.server.api_error import DRAINING
 from tandem.server.trust import PROOF_HEADER, ClusterKey
 from tandem.server.wire import BROKEN, EngineStatus, FrameReader, encode_request
@@ -19,8 +20,8 @@ from tandem.state.ticket import PrefillSource
 
 log = get_logger(__name__)
 
-Result = TypeVar("Result")
-
+# Below the engines' own limit (uvicorn's is 5 s): a request must not meet a closing connection.
+KEEPALIVE_S = 2.0
 # How long a finished reply may take to close, so that its connection can be used again.
 _DRAIN_S = 0.5
 # An engine answers between two steps, and a step of a long prefill takes its time.
@@ -66,8 +67,25 @@ class EngineLink:
         self._options = options
         self._check = check
         self._key = key
-        self._waits: set[asyncio.Timeout] = set()
-        self._closing: set[asyncio.Task[None]] = set()
+        parts = httpx.URL(self.candidate.url)
+        is_tls = parts.scheme == "https"
+        self._streams = StreamPool(
+            parts.host,
+            parts.port or (443 if is_tls else 80),
+            is_tls=is_tls,
+            connect_s=options.connect_s,
+            keepalive_s=KEEPALIVE_S,
+        )
+        self._path = f"{parts.path.rstrip('/')}/internal/generate"
+
+    @property
+    def num_streams(self) -> int:
+        """Answers that are being read."""
+        return self._streams.num_busy
+
+    def close(self) -> None:
+        """End its answers and let go of its connections."""
+        self._streams.close()
 
     @property
     def url(self) -> str:
@@ -111,9 +129,7 @@ class EngineLink:
             self.standing.answered(reason)
         if self.standing.is_dead:
             # A host that vanished sends no reset: end what waits for it.
-            now = asyncio.get_running_loop().time()
-            for wait in self._waits:
-                wait.reschedule(now)
+            self._streams.fail_all(TimeoutError("died"))
         if self.standing.reason != before:
             name = f"{self.candidate.role} engine {self.url}"
             if self.standing.is_usable:
@@ -178,53 +194,48 @@ class EngineLink:
         return self.status is not None and self.status.info.streams
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas of a request; closing the iterator early aborts it on the engine.
+        """Deltas of a request; what came at once comes as one. Closing the iterator early aborts it
+        on the engine.
 
         Raises: LegError; RequestError when the engine refuses the request itself.
         """
-        try:
-            async with aclosing(self._deltas(request)) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except httpx.TransportError as error:
-            is_taken = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise self._lost(str(error) or type(error).__name__, is_taken=is_taken) from error
-        except TimeoutError as error:
-            why = "died" if self.standing.is_dead else f"sent nothing for {self._options.idle_s} s"
-            raise self._lost(why, is_taken=True) from error
-        except LegError:
-            raise
-        except TransferError as error:  # bytes that are no answer, or too many
-            raise self._lost(str(error), is_taken=True) from error
-
-    async def _deltas(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        message = self._client.build_request(
-            "POST", f"{self.url}/internal/generate", content=encode_request(request)
-        )
-        response = await self._wait(self._client.send(message, stream=True))
+        stream: HttpStream | None = None
         is_over = False
-        chunks: Any = None
         try:
-            if response.status_code != 200:
-                raise self._refusal(response.status_code, await self._wait(_read(response)))
+            stream = await self._streams.take()
+            await self._send(stream, request)
             reader = FrameReader()
-            chunks = response.aiter_raw()
             while not is_over:
-                chunk = await self._wait(_next(chunks))
+                chunk = await stream.read()
                 if chunk is None:
                     raise self._lost("ended an answer without saying why", is_taken=True)
-                for delta in reader.feed(chunk):
+                for delta in _joined(reader.feed(chunk)):
                     if delta.finish_reason == "abort":
                         raise self._lost(delta.error or "aborted it", is_taken=True)
                     is_over = delta.finish_reason is not None
                     yield delta
+        except OSError as error:  # of the connection, TimeoutError among them
+            is_taken = not isinstance(error, NoConnectionError)
+            raise self._lost(str(error) or type(error).__name__, is_taken=is_taken) from error
+        except LegError:
+            raise
+        except TransferError as error:  # bytes that are no answer, or too many
+            raise self._lost(str(error), is_taken=True) from error
         finally:
-            # In a task of its own: a connection whose closing is cancelled is neither used again
-            # nor let go (httpcore 1.0.9), and whoever has an answer cancels the other legs.
-            closing = asyncio.create_task(_close(response, chunks if is_over else None))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-            await asyncio.shield(closing)
+            if stream is not None:
+                self._streams.give_back(stream, _DRAIN_S if is_over else 0.0)
+
+    async def _send(self, stream: HttpStream, request: EngineRequest) -> None:
+        """Raises: what an answer with another status than 200 says; OSError."""
+        body = encode_request(request)
+        headers = {"content-type": "application/msgpack"}
+        if self._key is not None:
+            headers["authorization"] = self._key.sign("POST", self._path, body)
+        status = await stream.request(
+            "POST", self._path, body, headers, idle_s=self._options.idle_s
+        )
+        if status != 200:
+            raise self._refusal(status, await stream.read_all(_MAX_REPLY_NBYTES))
 
     async def release(self, ticket_id: str, lease_s: float | None = None) -> None:
         """Give a ticket back, again and again until its lease is over by itself; cancelled, give
@@ -275,15 +286,6 @@ class EngineLink:
         except (httpx.HTTPError, TransferError, *BROKEN) as error:
             raise TransferError(f"{self.url} does not hand out its tokenizer: {error}") from error
 
-    async def _wait(self, work: Awaitable[Result]) -> Result:
-        """Raises TimeoutError after `idle_s`, or once the engine is known to be dead."""
-        async with asyncio.timeout(self._options.idle_s) as wait:
-            self._waits.add(wait)
-            try:
-                return await work
-            finally:
-                self._waits.discard(wait)
-
     def _lost(self, why: str, *, is_taken: bool) -> LegError:
         reason = f"{self.candidate.role} engine {self.url} lost a request: {why}"
         self.standing.lost_request(reason)
@@ -305,6 +307,15 @@ class EngineLink:
         return LegError(message, is_taken=error.get("code") != "over_capacity")
 
 
+def _joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
+    """Those of a running request as one, then the one that ends it, if there is one."""
+    if len(deltas) < 2:
+        return deltas
+    running = [delta for delta in deltas if delta.finish_reason is None]
+    ends = deltas[len(running) :]
+    return [join_deltas(running), *ends] if running else ends
+
+
 async def _read(reply: httpx.Response, max_nbytes: int = _MAX_REPLY_NBYTES) -> bytes:
     """The body as it was sent. Raises TransferError for more than `max_nbytes`."""
     body = bytearray()
@@ -319,23 +330,6 @@ def _plain(headers: httpx.Headers) -> httpx.Headers:
     """Without those that describe how the body came."""
     framing = ("content-encoding", "content-length", "transfer-encoding")
     return httpx.Headers([item for item in headers.items() if item[0].lower() not in framing])
-
-
-async def _close(response: httpx.Response, rest: Any) -> None:
-    """Let a connection go. After a finished reply `rest`, its chunks, end at once: then it can be
-    used again."""
-    if rest is not None:
-        end = asyncio.create_task(_next(rest))
-        await asyncio.wait({end}, timeout=_DRAIN_S)
-        end.cancel()
-        with suppress(asyncio.CancelledError, httpx.TransportError):
-            await end
-    await response.aclose()
-
-
-async def _next(chunks: Any) -> bytes | None:
-    chunk: bytes | None = await anext(chunks, None)
-    return chunk
 
 
 def _error(content: bytes) -> dict[str, Any]:

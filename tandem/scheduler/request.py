@@ -2,6 +2,7 @@
 (`Request`)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -109,6 +110,17 @@ def check_id(name: str, text: str) -> None:
         )
 
 
+def outside_vocabulary(token_ids: Sequence[int], vocab_size: int) -> int | None:
+    """An id that is no token of the vocabulary; None if there is none. Long prompts are looked
+    through between two steps of others."""
+    if not token_ids:
+        return None
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0:
+        return lowest
+    return highest if highest >= vocab_size else None
+
+
 def _range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise RequestError(f"{name}={value}; expected a finite number", name)
@@ -153,6 +165,20 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     ticket: Ticket | None = None
     num_prompt_tokens: int = 0
+
+
+def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """What several steps added to a request that runs on, as one."""
+    assert all(delta.finish_reason is None for delta in deltas), deltas
+    if len(deltas) == 1:
+        return deltas[0]
+    return msgspec.structs.replace(
+        deltas[0],
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=None
+        if all(delta.logprobs is None for delta in deltas)
+        else [entry for delta in deltas for entry in delta.logprobs or ()],
+    )
 
 
 class RequestState(Enum):

@@ -18,7 +18,7 @@ from tandem.engine.outputs import split_choices
 from tandem.engine.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from tandem.errors import TandemError
 from tandem.log import get_logger
-from tandem.scheduler.request import EngineRequest, SamplingParams
+from tandem.scheduler.request import EngineRequest, SamplingParams, outside_vocabulary
 from tandem.server.api_error import CONTEXT_LENGTH, ApiError, as_api_error
 from tandem.server.backend import Backend, ModelInfo
 from tandem.server.chat import plain_messages
@@ -40,8 +40,8 @@ from tandem.server.stream import (
     ClientGoneError,
     StreamReply,
     read_body,
+    sse_error,
     sse_event,
-    sse_with_errors,
     until_disconnect,
 )
 from tandem.server.transfer_params import transfer_reply, with_transfer
@@ -136,12 +136,11 @@ class _Endpoints:
     async def _encode(self, prompt: str | list[int], info: ModelInfo) -> Prompt:
         if isinstance(prompt, str):
             return Prompt(prompt, await self._token_ids(prompt, add_special_tokens=True))
-        for token_id in prompt:
-            if not 0 <= token_id < info.vocab_size:
-                raise ApiError(
-                    f"prompt has token id {token_id}; expected 0..{info.vocab_size - 1}",
-                    param="prompt",
-                )
+        wrong = outside_vocabulary(prompt, info.vocab_size)
+        if wrong is not None:
+            raise ApiError(
+                f"prompt has token id {wrong}; expected 0..{info.vocab_size - 1}", param="prompt"
+            )
         return Prompt(None, prompt)
 
     async def _render(self, messages: list[dict[str, Any]], template_args: dict[str, Any]) -> str:
@@ -181,7 +180,7 @@ class _Endpoints:
             events = _events(deltas, form, usage)
             # Until the first event the status is open: an early refusal is a plain error reply.
             first = await until_disconnect(request.receive, anext(events))
-            return StreamReply(first, sse_with_errors(events), media_type=SSE_MEDIA_TYPE)
+            return StreamReply(first, events, media_type=SSE_MEDIA_TYPE, error_chunk=sse_error)
         outputs, tickets = await until_disconnect(request.receive, collect(deltas, len(requests)))
         whole = form.whole(outputs, usage())
         if tickets:
@@ -248,9 +247,9 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(deltas):
         async for item in deltas:
-            chunk = form.chunk(item.index, item.delta)
-            if chunk is not None:
-                yield sse_event(chunk)
+            event = form.event(item.index, item.delta)
+            if event is not None:
+                yield event
     if form.has_usage:
         yield sse_event(form.usage_chunk(usage()))
     yield SSE_DONE

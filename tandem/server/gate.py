@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tandem.errors import DrainingError, EngineDeadError
 
@@ -25,7 +25,7 @@ class Gate:
         self.is_closed = False
         self.num_inside = 0
         self._is_ended = False
-        self._waits: set[asyncio.Timeout] = set()
+        self._waits: set[_Wait] = set()
 
     def close(self) -> None:
         """What is inside goes on; nothing new comes in."""
@@ -52,29 +52,53 @@ class Gate:
         """Close it, and end what is inside: every `until_ended` raises."""
         self.close()
         self._is_ended = True
-        now = asyncio.get_running_loop().time()
         for wait in self._waits:
-            wait.reschedule(now)
+            wait.cut()
 
     async def until_ended(self, items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
         """The items, which are closed early by `end`.
 
         Raises: EngineDeadError then.
         """
+        wait = _Wait()
         async with aclosing(items):
             while not self._is_ended:
+                wait.begin()
+                self._waits.add(wait)
                 try:
-                    async with asyncio.timeout(None) as wait:
-                        self._waits.add(wait)
-                        try:
-                            item = await anext(items)
-                        except StopAsyncIteration:
-                            return
-                        finally:
-                            self._waits.discard(wait)
-                except TimeoutError:
-                    if not wait.expired():
-                        raise  # one of the items' own
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                except asyncio.CancelledError:
+                    if not wait.was_cut():
+                        raise
                     break
+                finally:
+                    self._waits.discard(wait)
                 yield item
         raise stopped()
+
+
+class _Wait:
+    """A task that waits for an item, until it is cut. As asyncio.timeout, whose timer and context
+    would cost each token as much as its text does."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None
+        self._num_cancels = 0
+        self._is_cut = False
+
+    def begin(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancels = self._task.cancelling()
+
+    def cut(self) -> None:
+        assert self._task is not None
+        self._is_cut = True
+        self._task.cancel()
+
+    def was_cut(self) -> bool:
+        """Of a wait that was cancelled: whether by `cut`, and by nobody else."""
+        assert self._task is not None
+        return self._is_cut and self._task.uncancel() <= self._num_cancels

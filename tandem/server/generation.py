@@ -6,8 +6,9 @@ It knows neither HTTP nor JSON. Closing the joined stream closes every sequence,
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from tandem.engine.outputs import CompletionOutput, OutputDelta, OutputProcessor
 from tandem.engine.tokenizer import Tokenizer
@@ -23,8 +24,7 @@ Item = TypeVar("Item")
 _QUEUE_LENGTH = 64
 
 
-@dataclass(frozen=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct, frozen=True):
     """`ticket`: of a prefill that another engine is to continue."""
 
     index: int
@@ -32,7 +32,7 @@ class ChoiceDelta:
     ticket: Ticket | None = None
 
 
-async def run_choices(
+def run_choices(
     backend: Backend, tokenizer: Tokenizer, requests: Sequence[EngineRequest]
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """Deltas of all sequences as they come; each sequence ends with a finish reason.
@@ -42,9 +42,7 @@ async def run_choices(
     streams = [
         _run_choice(backend, tokenizer, index, request) for index, request in enumerate(requests)
     ]
-    async with aclosing(merge(streams)) as merged:
-        async for item in merged:
-            yield item
+    return merge(streams)
 
 
 async def _run_choice(
@@ -71,15 +69,14 @@ async def _run_choice(
     raise EngineDeadError(f"the engine ended request {request.request_id} without saying why")
 
 
-async def merge(
+def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    """Items of several streams in the order of their arrival; the first error ends all."""
+    return streams[0] if len(streams) == 1 else _merge(streams)
+
+
+async def _merge(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[Item, None]:
-    """Items of several streams in the order of their arrival; the first error ends all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
     queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue(_QUEUE_LENGTH)
 
     async def pump(stream: AsyncGenerator[Item, None]) -> None:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import EngineDeadError, RequestError
 from tandem.log import get_logger
-from tandem.scheduler.request import EngineRequest, TokenDelta, check_id
+from tandem.scheduler.request import EngineRequest, TokenDelta, check_id, outside_vocabulary
 from tandem.server.api_error import DRAINING, ApiError, as_api_error
 from tandem.server.backend import Backend
 from tandem.server.gate import Gate
@@ -125,11 +125,11 @@ def _check(request: EngineRequest, backend: Backend) -> None:
             f"the request has {num_tokens} tokens; expected 1..{info.max_model_len - 1}",
             "prompt_token_ids",
         )
-    for token_id in (*request.prompt_token_ids, *request.generated):
-        if not 0 <= token_id < info.vocab_size:
-            raise RequestError(
-                f"token id {token_id} is not in 0..{info.vocab_size - 1}", "prompt_token_ids"
-            )
+    wrong = outside_vocabulary(request.prompt_token_ids + request.generated, info.vocab_size)
+    if wrong is not None:
+        raise RequestError(
+            f"token id {wrong} is not in 0..{info.vocab_size - 1}", "prompt_token_ids"
+        )
 
 
 async def _first(deltas: AsyncGenerator[TokenDelta, None]) -> TokenDelta:

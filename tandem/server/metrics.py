@@ -58,6 +58,8 @@ class ServerMetrics:
         self._generated_tokens = Counter(
             "tandem_generated_tokens", "tokens of answers", registry=self.registry
         )
+        # Counted here first: a counter's lock costs more than a token's text.
+        self.num_uncounted_tokens = 0
         self._running = Gauge(
             "tandem_requests_running", "requests being answered", registry=self.registry
         )
@@ -87,6 +89,8 @@ class ServerMetrics:
         self, engine_stats: Mapping[str, Any], transfers: TransferReport | None = None
     ) -> bytes:
         """The text that Prometheus scrapes."""
+        self._generated_tokens.inc(self.num_uncounted_tokens)
+        self.num_uncounted_tokens = 0
         self._transfers.report = transfers
         self._engine.stats = engine_stats
         return generate_latest(self.registry)
@@ -111,11 +115,13 @@ class RequestWatch:
         self._metrics._running.dec()
 
     def saw(self, item: ChoiceDelta) -> None:
-        now = time.perf_counter()
         count = item.delta.num_generated
-        self._metrics._generated_tokens.inc(count - self.num_generated[item.index])
+        self._metrics.num_uncounted_tokens += count - self.num_generated[item.index]
         self.num_generated[item.index] = count
         first = self._first[item.index]
+        if first is not None and item.delta.finish_reason is None:
+            return
+        now = time.perf_counter()
         if first is None and count:
             self._first[item.index] = first = now
             self._metrics._first_token.observe(now - self._start)

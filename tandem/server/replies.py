@@ -6,15 +6,21 @@ joined together hold what its whole form holds.
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from tandem.engine.outputs import CompletionOutput, OutputDelta, OutputToken
 from tandem.engine.tokenizer import Tokenizer
+from tandem.server.stream import sse_event
 
 # JSON has no infinity.
 LOGPROB_FLOOR = -9999.0
+_MARK = "\0text"  # is part of no name
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Usage:
 
 
 @dataclass
-class AnswerFormat:
+class AnswerFormat(ABC):
     """What both formats need. `num_answers` is n: choice i answers prompt i // n."""
 
     reply_id: str
@@ -53,9 +59,43 @@ class AnswerFormat:
     echo: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
 
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.num_answers]
+
+    @abstractmethod
+    def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
+        """None when there is nothing that this client asked for."""
+
+    def event(self, index: int, delta: OutputDelta) -> bytes | None:
+        """The chunk as it is sent; None when there is nothing that this client asked for.
+
+        Between the first and the last chunk of a choice nothing but the text changes, if nothing
+        else was asked for: the rest is written once.
+        """
+        frame = self._frames.get(index)
+        if frame is None or delta.finish_reason is not None:
+            chunk = self.chunk(index, delta)
+            if self._has_text_alone and index in self._begun and delta.finish_reason is None:
+                self._frames[index] = self._frame(index)
+            return None if chunk is None else sse_event(chunk)
+        if not delta.text:
+            return None
+        before, behind = frame
+        return before + _encode(delta.text) + behind
+
+    @property
+    def _has_text_alone(self) -> bool:
+        return not self.has_logprobs and not self.has_token_ids
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and behind the text of every chunk of a choice."""
+        # Quotes inside of strings are escaped: the mark is found where it was put.
+        chunk = self.chunk(index, OutputDelta(_MARK, ()))
+        assert chunk is not None
+        before, behind = sse_event(chunk).split(_encode(_MARK))
+        return before, behind
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -88,7 +128,7 @@ class Format(Protocol):
 
     def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> dict[str, Any]: ...
 
-    def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any] | None: ...
+    def event(self, index: int, delta: OutputDelta) -> bytes | None: ...
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
 
@@ -113,7 +153,6 @@ class CompletionFormat(AnswerFormat):
         return {**self._envelope("text_completion", choices), "usage": usage.body()}
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
-        """None when there is nothing that this client asked for."""
         is_shown = bool(delta.text or delta.finish_reason)
         if not is_shown and not (delta.tokens and (self.has_logprobs or self.has_token_ids)):
             return None
@@ -173,7 +212,6 @@ class ChatFormat(AnswerFormat):
         return {**self._envelope("chat.completion", choices), "usage": usage.body()}
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
-        """None when there is nothing that this client asked for."""
         is_shown = bool(delta.text or delta.finish_reason)
         if not is_shown and not (delta.tokens and (self.has_logprobs or self.has_token_ids)):
             return None

@@ -5,7 +5,7 @@ may run long before there is anything to send.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -83,8 +83,8 @@ async def _disconnected(receive: Receive) -> None:
 class StreamReply(Response):
     """Status 200 and then chunks as they come. The first chunk is known already.
 
-    An error after the headers becomes the bytes that `error_chunk` makes of it; then the stream
-    ends. When the client leaves, `rest` is closed.
+    An error of `rest` becomes the bytes that `error_chunk` makes of it, the only way to tell once
+    the headers are out; then the stream ends. When the client leaves, `rest` is closed.
     """
 
     def __init__(
@@ -93,12 +93,13 @@ class StreamReply(Response):
         rest: AsyncGenerator[bytes, None],
         *,
         media_type: str,
-        headers: dict[str, str] | None = None,
+        error_chunk: Callable[[Exception], bytes] | None = None,
     ) -> None:
-        super().__init__(None, headers=headers, media_type=media_type)
+        super().__init__(None, media_type=media_type)
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._error_chunk = error_chunk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -117,8 +118,17 @@ class StreamReply(Response):
             }
         )
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async with aclosing(self._rest):
-            async for chunk in self._rest:
+        rest, is_over = self._rest, False
+        async with aclosing(rest):
+            while not is_over:
+                try:
+                    chunk = await anext(rest)
+                except StopAsyncIteration:
+                    break
+                except Exception as error:
+                    if self._error_chunk is None:
+                        raise
+                    chunk, is_over = self._error_chunk(error), True
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -127,11 +137,6 @@ def sse_event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-async def sse_with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The events; an error becomes a last event in OpenAI's shape, without `[DONE]` after it."""
-    try:
-        async with aclosing(events):
-            async for event in events:
-                yield event
-    except Exception as error:  # headers are out: this event is the only way to tell
-        yield sse_event(as_api_error(error).body())
+def sse_error(error: Exception) -> bytes:
+    """A last event in OpenAI's shape, without `[DONE]` after it."""
+    return sse_event(as_api_error(error).body())

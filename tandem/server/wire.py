@@ -50,23 +50,31 @@ class FrameReader:
     """Cuts a byte stream into deltas, however it arrives in pieces."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._rest = bytearray()
 
     def feed(self, raw: bytes) -> list[TokenDelta]:
         """Deltas that `raw` completes. Raises TransferError for bytes that are no frames."""
-        self._buffer += raw
+        rest = self._rest
+        rest += raw if rest else b""
+        data: bytes | bytearray = rest or raw  # nearly always frames come whole
         deltas = []
-        while len(self._buffer) >= 4:
-            nbytes = int.from_bytes(self._buffer[:4], "big")
+        place = 0
+        while len(data) - place >= 4:
+            nbytes = int.from_bytes(data[place : place + 4], "big")
             if nbytes > MAX_FRAME_NBYTES:
                 raise TransferError(
                     f"an engine sent a frame of {nbytes} bytes; expected at most {MAX_FRAME_NBYTES}"
                 )
-            if len(self._buffer) < 4 + nbytes:
+            stop = place + 4 + nbytes
+            if len(data) < stop:
                 break
             try:
-                deltas.append(_delta_decoder.decode(self._buffer[4 : 4 + nbytes]))
+                deltas.append(_delta_decoder.decode(data[place + 4 : stop]))
             except BROKEN as error:
                 raise TransferError(f"an engine sent a broken frame: {error}") from error
-            del self._buffer[: 4 + nbytes]
+            place = stop
+        if rest:
+            del rest[:place]
+        else:
+            rest += raw[place:]
         return deltas

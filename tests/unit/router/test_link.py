@@ -18,12 +18,6 @@ LAST = TokenDelta(request_id="r", token_ids=[7], finish_reason="hold")
 NUM_ROUNDS = 24
 
 
-def num_active(client: httpx.AsyncClient) -> int:
-    """Connections of the client's pool that serve somebody, or seem to."""
-    pool = client._transport._pool  # type: ignore[attr-defined]
-    return sum("ACTIVE" in connection.info() for connection in pool.connections)
-
-
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """A whole answer at once, and the end of its body a moment later, as engines do it."""
     try:
@@ -64,7 +58,7 @@ def test_legs_that_are_cancelled_at_their_end_leave_no_connection_behind() -> No
                     await asyncio.sleep(0)
                 await asyncio.gather(task, return_exceptions=True)
             deadline = asyncio.get_running_loop().time() + 20
-            while num_active(client):
+            while link.num_streams:
                 assert asyncio.get_running_loop().time() < deadline, "a connection is kept for ever"
                 await asyncio.sleep(0.05)
 
