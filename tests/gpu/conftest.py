@@ -5,9 +5,11 @@ import torch
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no CUDA device is present")
+    num_devices = torch.cuda.device_count()
+    none = pytest.mark.skip(reason="no CUDA device is present")
+    one = pytest.mark.skip(reason="fewer than two CUDA devices are present")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if item.get_closest_marker("gpu") and num_devices == 0:
+            item.add_marker(none)
+        elif item.get_closest_marker("multi_gpu") and num_devices < 2:
+            item.add_marker(one)

@@ -87,3 +87,17 @@ def test_overlapped_steps_say_what_plain_ones_do(name, tmp_path):
     assert plain == overlapped == free
     assert stopped == plainly_stopped
     assert sum(map(len, stopped)) < sum(map(len, free)) - 30
+
+
+@pytest.mark.multi_gpu
+def test_ranks_on_two_devices_learn_pending_tokens(tmp_path):
+    folder = save_tiny("nemotron_h_moe", tmp_path)
+    plain, recorded, launched = run(
+        folder,
+        [
+            {"tp": 2, "overlap": "off", "params": SAMPLED},
+            {"tp": 2, "overlap": "on", "params": SAMPLED},
+            {"tp": 2, "overlap": "on", "decode_graphs": "off", "params": SAMPLED},
+        ],
+    )
+    assert recorded == launched == plain
