@@ -177,7 +177,8 @@ class Row:
     """One figure: median tokens per second over the batch, and what the machine allows.
 
     host_ms: of a step, what the host works instead of waiting for the device (on a CPU: outside of
-    the model); with overlapped steps the device works too meanwhile. touched_experts: those that a step's tokens chose, averaged over layers.
+    the model); with overlapped steps the device works too meanwhile.
+    touched_experts: those that a step's tokens chose, averaged over layers.
     """
 
     what: str
