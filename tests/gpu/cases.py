@@ -154,13 +154,20 @@ def _delta_values(
 
 
 def _delta_gates(
-    rng: Random, num_tokens: int, heads: int, key: int, dtype: torch.dtype, by_channel: bool
+    rng: Random,
+    num_tokens: int,
+    heads: int,
+    key: int,
+    dtype: torch.dtype,
+    by_channel: bool,
+    rate: float = 1.0,
 ) -> list[torch.Tensor]:
-    """a, b, A and dt_bias; decays of every size."""
+    """a, b, A and dt_bias; decays of every size, about `rate` times e^-2 to 1."""
     inner = (heads, key) if by_channel else (heads,)
     a = (2 * rng.normal(num_tokens, torch.Size(inner).numel() + 5)).to(dtype)[:, 5:]
     b = rng.normal(num_tokens, heads + 5, dtype=dtype)[:, 5:]
-    return [a.unflatten(1, inner), b, -torch.exp(rng.normal(heads)), rng.normal(*inner) - 2]
+    A = -rate * torch.exp(rng.normal(heads))
+    return [a.unflatten(1, inner), b, A, rng.normal(*inner) - 2]
 
 
 def check_delta_prefill(
@@ -178,11 +185,12 @@ def check_delta_prefill(
     by_channel: bool = False,
     max_beta: float = 1.0,
     floor: float | None = None,
+    rate: float = 1.0,
 ) -> None:
     rng = Random(device)
     num_tokens, rows = sum(lengths), len(lengths)
     q, k, v = _delta_values(rng, num_tokens, heads, groups, key, value, dtype)
-    gates = _delta_gates(rng, num_tokens, heads, key, dtype, by_channel)
+    gates = _delta_gates(rng, num_tokens, heads, key, dtype, by_channel, rate)
     slots = [2 * row + 1 for row in range(rows)][::-1]
     states = arena(rng, 2 * rows + 1, (heads, value, key), state_dtype)
     for slot, is_live in zip(slots, has_state, strict=True):

@@ -18,6 +18,10 @@ ROWS = [
     ([64, 1, 128, 65], [True, False, True, False]),
     ([3] * 300, [True, False, True] * 100),
 ]
+# Each pair is compiled anew.
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "state_dtype"), [(FP32, FP32), (BF16, FP16), (FP16, FP32), (FP16, BF16)], ids=str
+)
 CHANNELS = pytest.mark.parametrize("by_channel", [False, True], ids=["head", "channel"])
 
 
@@ -48,17 +52,25 @@ def test_delta_prefill(ops, lengths, has_state, by_channel):
     cases.check_delta_prefill(ops.delta_rule, CUDA, lengths, has_state, by_channel=by_channel)
 
 
+@CHANNELS
 @pytest.mark.parametrize(
-    ("lengths", "has_state"), [([16384], [False]), ([9001, 40], [True, True])], ids=str
+    ("lengths", "has_state"), [([8192], [False]), ([5001, 40], [True, True])], ids=str
 )
-def test_delta_prefill_of_long_prompts(ops, lengths, has_state):
-    cases.check_delta_prefill(ops.delta_rule, CUDA, lengths, has_state)
+def test_delta_prefill_of_long_prompts(ops, lengths, has_state, by_channel):
+    cases.check_delta_prefill(ops.delta_rule, CUDA, lengths, has_state, by_channel=by_channel)
+
+
+@CHANNELS
+@pytest.mark.parametrize("rate", [0.01, 50.0])
+def test_delta_prefill_of_slow_and_of_very_fast_decay(ops, by_channel, rate):
+    cases.check_delta_prefill(
+        ops.delta_rule, CUDA, [200, 9], [True, False], by_channel=by_channel, rate=rate
+    )
 
 
 @CHANNELS
 @pytest.mark.parametrize("max_beta", [1.0, 2.0])
-@pytest.mark.parametrize("state_dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@DTYPES
 def test_delta_prefill_of_odd_shape(ops, dtype, state_dtype, max_beta, by_channel):
     cases.check_delta_prefill(
         ops.delta_rule,
@@ -84,8 +96,7 @@ def test_delta_update(ops, rows, by_channel):
 
 
 @CHANNELS
-@pytest.mark.parametrize("state_dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@DTYPES
 def test_delta_update_of_odd_shape(ops, dtype, state_dtype, by_channel):
     cases.check_delta_update(
         ops.delta_rule,
@@ -112,8 +123,7 @@ def test_rg_lru_update(ops, rows):
     cases.check_rg_lru(ops.rg_lru, CUDA, [1] * rows, None)
 
 
-@pytest.mark.parametrize("state_dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("dtype", [FP32, FP16])
+@DTYPES
 def test_rg_lru_of_odd_shape(ops, dtype, state_dtype):
     options = {"dtype": dtype, "state_dtype": state_dtype, "blocks": 3, "width": 7}
     cases.check_rg_lru(ops.rg_lru, CUDA, [40, 0, 3], [True, False, False], **options)

@@ -120,18 +120,37 @@ def test_delta_update(by_channel, floor):
     cases.check_delta_update(delta_rule, "cpu", 3, by_channel=by_channel, floor=floor, **DELTA)
 
 
-@pytest.mark.parametrize("max_beta", [1.0, 2.0])
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize(
-    ("lengths", "has_state"), [([5, 0, 20], [True, True, False]), ([1], [False]), ([50], [True])]
+    ("lengths", "has_state"), [([5, 0, 20], [True, True, False]), ([1], [False]), ([33], [True])]
 )
-def test_delta_prefill(lengths, has_state, max_beta):
-    cases.check_delta_prefill(delta_rule, "cpu", lengths, has_state, max_beta=max_beta, **DELTA)
+def test_delta_prefill(lengths, has_state, by_channel):
+    cases.check_delta_prefill(delta_rule, "cpu", lengths, has_state, by_channel=by_channel, **DELTA)
 
 
-@pytest.mark.parametrize("tokens", [32, 64])
-def test_delta_prefill_in_chunks_as_long_as_those_of_16_bit_values(tokens):
-    with trying("delta_prefill", {"BT": tokens, "BV": 16}):
-        cases.check_delta_prefill(delta_rule, "cpu", [100, 3], [True, False], max_beta=2.0, **DELTA)
+@pytest.mark.parametrize(
+    ("tokens", "sub_tokens", "by_channel", "rate"),
+    [
+        (32, 16, False, 1.0),
+        (64, 32, False, 1.0),
+        (64, 16, True, 1.0),
+        (32, 16, True, 50.0),  # channels that forget all within a block, beside others that do not
+    ],
+)
+def test_delta_prefill_in_chunks_of_several_blocks(tokens, sub_tokens, by_channel, rate):
+    tiles = {"BT": tokens, "BS": sub_tokens, "BV": 16}
+    tiles |= {"num_warps": 4, "num_stages": 2, "chunk_warps": 4}
+    with trying("delta_prefill_channel" if by_channel else "delta_prefill", tiles):
+        cases.check_delta_prefill(
+            delta_rule,
+            "cpu",
+            [100, 3],
+            [True, False],
+            max_beta=2.0,
+            by_channel=by_channel,
+            rate=rate,
+            **DELTA,
+        )
 
 
 @pytest.mark.parametrize(
