@@ -32,6 +32,11 @@ class ModelOptions:
     state_dtype: str | None = setting(
         None, "recurrent state at rest; default: checkpoint's, else float32"
     )
+    state_rounding: str = setting(
+        "auto",
+        "of a 16-bit Mamba state: nearest, stochastic (at random, keeps the mean), or auto: "
+        "stochastic for float16, nearest for bfloat16",
+    )
     served_name: str | None = setting(None, "name in /v1/models; default: folder name")
     load_format: str = setting("checkpoint", "checkpoint, or random: time a config without weights")
 
@@ -39,6 +44,10 @@ class ModelOptions:
         _require(
             self.load_format in ("checkpoint", "random"),
             f"load_format={self.load_format!r}; expected checkpoint or random",
+        )
+        _require(
+            self.state_rounding in ("auto", "nearest", "stochastic"),
+            f"state_rounding={self.state_rounding!r}; expected auto, nearest or stochastic",
         )
 
 

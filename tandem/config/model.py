@@ -56,7 +56,6 @@ class AttentionConfig:
     has_gate: the output is multiplied by sigmoid(gate) before the last projection; the checkpoint's
         q_proj gives each head's query, then its gate.
     has_out_bias: None: as `has_bias`.
-    window: a token sees so many tokens, itself among them; None: all before it.
     """
 
     kind: ClassVar[str] = "attention"
@@ -70,7 +69,6 @@ class AttentionConfig:
     norm_eps: float = 1e-6
     has_gate: bool = False
     has_out_bias: bool | None = None
-    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ class RgLruConfig:
 class MlpConfig:
     kind: ClassVar[str] = "mlp"
     intermediate_size: int
-    activation: str  # "relu2" (up, down), "silu_gated" or "gelu_gated" (gate, up, down)
+    activation: str  # "relu2" (up, down) or "silu_gated" (gate, up, down)
     has_bias: bool
 
 
@@ -252,6 +250,7 @@ class ModelConfig:
     norm_offset: added to the stored weights of norms: 1 where they are stored around zero.
     embedding_scale, logits_scale: factors on embedded tokens and on logits.
     logits_softcap: c of c * tanh(logits / c), after the factor; None leaves them.
+    state_rounding: of a 16-bit state: "nearest" or "stochastic".
     multipliers: the family's constant factors of linear maps by its own names; `Family.parts`
         folds them into the weights they belong to.
     """
@@ -276,6 +275,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     multipliers: tuple[tuple[str, float], ...] = ()
+    state_rounding: str = "nearest"
 
     @property
     def num_layers(self) -> int:

@@ -12,6 +12,7 @@ from tandem.ops.rotary import (
     scale_by_channels,
     scale_by_turns,
 )
+from tandem.ops.rounding import Rounding
 from tandem.state.spec import owned
 
 
@@ -20,6 +21,7 @@ class LayerContext:
     """`layer`: index of the decoder layer, key of its state. `dtype`: of weights and activations.
 
     `name` is how errors call the part, e.g. "layer 3 mamba2". `norm_offset`: see `ModelConfig`.
+    `rounds_at_random`: of a 16-bit state.
     """
 
     layer: int
@@ -30,6 +32,11 @@ class LayerContext:
     tp: TensorParallel
     rotary: "RotaryTables"
     norm_offset: float = 0.0
+    rounds_at_random: bool = False
+
+    def rounding(self, positions: torch.Tensor) -> Rounding | None:
+        """How this layer rounds a 16-bit state; `positions`: [S], tokens of each sequence."""
+        return Rounding(self.layer, positions) if self.rounds_at_random else None
 
     def shard(self, units: int, component: str) -> tuple[int, int]:
         """This rank's equal share; raises ShardingError."""

@@ -15,7 +15,6 @@ from tandem.layers.batch import ForwardBatch, in_halves
 from tandem.layers.context import LayerContext
 from tandem.layers.conv import CausalConv
 from tandem.layers.linear import RowLinear, build_linear
-from tandem.layers.rounding import state_rounding
 from tandem.layers.weight import Tensors, Weight, linear, part, whole
 from tandem.ops.linear import PackedLinear
 from tandem.ops.norm import rms_norm
@@ -70,6 +69,7 @@ class Mamba1:
     def __init__(self, config: Mamba1Config, context: LayerContext, tensors: Tensors) -> None:
         tp = context.tp
         self._layer = context.layer
+        self._rounding = context.rounding
         self._tp = tp
         self._channels = config.inner_size // tp.size
         self._widths = [config.dt_rank, config.state_size, config.state_size]
@@ -121,7 +121,7 @@ class Mamba1:
                 ssm,
                 batch.decode_slots,
                 self._dt_bias,
-                state_rounding(ssm, self._layer, batch.decode_context_lens),
+                self._rounding(batch.decode_context_lens),
             ),
             lambda here: selective_scan_prefill(
                 x[here],
@@ -136,7 +136,7 @@ class Mamba1:
                 batch.prefill_query_start,
                 batch.prefill_has_state,
                 self._dt_bias,
-                state_rounding(ssm, self._layer, batch.prefill_context_lens),
+                self._rounding(batch.prefill_context_lens),
             ),
         )
         return self._out_proj(y)

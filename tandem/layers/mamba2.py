@@ -11,7 +11,6 @@ from tandem.config.model import Mamba2Config
 from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
-from tandem.layers.rounding import state_rounding
 from tandem.layers.weight import Tensors, Weight, linear, part
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
 from tandem.ops.norm import gated_rms_norm
@@ -64,6 +63,7 @@ class Mamba2:
         tp = context.tp
         groups = context.owned(config.num_groups, "groups")
         self._layer = context.layer
+        self._rounding = context.rounding
         self._tp = tp
         self._num_heads = config.num_heads // tp.size
         self._head_dim = config.head_dim
@@ -147,7 +147,7 @@ class Mamba2:
         slots = batch.decode_slots
         xBC = conv1d_update(xBC, self._conv_weight, self._conv_bias, windows, slots, "silu")
         x, B, C = self._split(xBC)
-        rounding = state_rounding(ssm, self._layer, batch.decode_context_lens)
+        rounding = self._rounding(batch.decode_context_lens)
         rest = (ssm, slots, self._dt_bias, self._dt_limit, rounding)
         return ssd_update(x, dt, self._A, B, C, self._D, *rest)
 
@@ -165,7 +165,7 @@ class Mamba2:
             xBC, self._conv_weight, self._conv_bias, windows, slots, query_start, has_state, "silu"
         )
         x, B, C = self._split(xBC)
-        rounding = state_rounding(ssm, self._layer, batch.prefill_context_lens)
+        rounding = self._rounding(batch.prefill_context_lens)
         rest = (self._dt_bias, self._dt_limit)
         return ssd_prefill(x, dt, self._A, B, C, self._D, ssm, *rows, *rest, rounding=rounding)
 

@@ -208,6 +208,7 @@ def _branches(
                     tp=tp,
                     rotary=rotary,
                     norm_offset=config.norm_offset,
+                    rounds_at_random=config.state_rounding == "stochastic",
                 ),
             )
 

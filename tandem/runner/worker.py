@@ -1,6 +1,7 @@
 """One rank of one engine: its device, its share of the model, its arena, its transfer agent."""
 
 import os
+from dataclasses import replace
 
 import torch
 import torch.distributed
@@ -36,7 +37,12 @@ log = get_logger(__name__)
 def model_config(config: EngineConfig) -> ModelConfig:
     """The model's shapes under this engine's dtype settings."""
     options = config.model_options
-    return load_model_config(config.model, dtype=options.dtype, state_dtype=options.state_dtype)
+    model = load_model_config(config.model, dtype=options.dtype, state_dtype=options.state_dtype)
+    rounding = options.state_rounding
+    if rounding == "auto":
+        # fp16 keeps more of a state than bf16, and at random it need not lose small decays.
+        rounding = "stochastic" if model.state_dtype == "float16" else "nearest"
+    return replace(model, state_rounding=rounding)
 
 
 def num_threads(config: EngineConfig) -> int:

@@ -24,6 +24,7 @@ from tandem.errors import ConfigError
 VALUES: dict[str, list[Any]] = {
     "dtype": [None, "float32", "bfloat16"],
     "state_dtype": [None, "bfloat16"],
+    "state_rounding": ["auto", "nearest", "stochastic"],
     "served_name": [None, "a name with blanks"],
     "load_format": ["checkpoint", "random"],
     "page_tokens": [16, 8, 128],
@@ -139,6 +140,7 @@ def test_names_become_flags_with_hyphens() -> None:
         ({"transfer": "copy"}, "transfer='copy'; expected pull or push"),
         ({"on_failure": "retry"}, "on_failure='retry'; expected recompute or fail"),
         ({"load_format": "dummy"}, "load_format='dummy'; expected checkpoint or random"),
+        ({"state_rounding": "up"}, "state_rounding='up'; expected auto, nearest or stochastic"),
         ({"deadline_s": 30.0}, "deadline_s=30.0 must be positive and below lease_s=30.0"),
         ({"deadline_s": 0.0}, "deadline_s=0.0"),
         ({"quarantine_s": 0.0}, "quarantine_s=0.0; expected more than 0"),

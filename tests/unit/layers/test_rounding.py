@@ -1,5 +1,6 @@
-"""A state in fp16 is rounded at random, by bits that neither slot nor batch decide."""
+"""A state that is rounded at random meets bits that neither slot nor batch decide."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -7,22 +8,12 @@ import torch
 
 from tandem.layers.mamba1 import Mamba1
 from tandem.layers.mamba2 import Mamba2
-from tandem.layers.rounding import state_rounding
 from tandem.state.kinds import components_of
 from tests.unit.layers import test_mamba1, test_mamba2
 from tests.unit.layers.building import build, context, stored_tensors
 from tests.unit.layers.recurrent import batch_of, tokens
 
 LAYERS = {"mamba1": (Mamba1, test_mamba1.CONFIG), "mamba2": (Mamba2, test_mamba2.CONFIG)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_fp16_is_rounded_at_random(dtype):
-    positions = torch.tensor([3])
-    assert state_rounding(torch.zeros(1, dtype=dtype), 0, positions) is None
-    rounding = state_rounding(torch.zeros(1, dtype=torch.float16), 4, positions)
-    assert rounding is not None
-    assert (rounding.seed, rounding.positions) == (4, positions)
 
 
 def slots_of(config, num_slots, state_dtype):
@@ -41,7 +32,8 @@ def slots_of(config, num_slots, state_dtype):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_sequence_has_the_same_state_in_any_slot_and_batch(kind):
     layer_type, config = LAYERS[kind]
-    layer = build(layer_type, config, stored_tensors(layer_type, config), context())
+    stored = stored_tensors(layer_type, config)
+    layer = build(layer_type, config, stored, replace(context(), rounds_at_random=True))
     alone, beside = slots_of(config, 4, "float16"), slots_of(config, 4, "float16")
     x, y = tokens(8, 1), tokens(8, 2)
     layer(x[:4], batch_of(alone, [3], [4], [False]))
@@ -56,7 +48,10 @@ def test_a_sequence_has_the_same_state_in_any_slot_and_batch(kind):
     exact = slots_of(config, 1, "float32")
     layer(x[:4], batch_of(exact, [0], [4], [False]))
     nearest = exact["ssm"].half()
-    other = slots_of(config, 1, "float16")
-    layer(x[:4], batch_of(other, [0], [4], [False]))
-    assert (other["ssm"] != nearest).any()
-    torch.testing.assert_close(other["ssm"], nearest, rtol=2e-3, atol=1e-6)
+    rounded = slots_of(config, 1, "float16")
+    layer(x[:4], batch_of(rounded, [0], [4], [False]))
+    assert (rounded["ssm"] != nearest).any()
+    torch.testing.assert_close(rounded["ssm"], nearest, rtol=2e-3, atol=1e-6)
+    plain = build(layer_type, config, stored, context())
+    plain(x[:4], batch_of(rounded, [0], [4], [False]))
+    assert torch.equal(rounded["ssm"], nearest)
