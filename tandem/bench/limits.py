@@ -82,12 +82,12 @@ def mixer_parameters(mixer: MixerConfig, hidden_size: int) -> int:
 def feed_forward_parameters(item: FeedForwardConfig, hidden_size: int) -> tuple[int, int]:
     """(weights held, weights that one token uses)."""
     if isinstance(item, MlpConfig):
-        matrices = 3 if item.activation == "silu_gated" else 2
+        matrices = 3 if item.activation.endswith("_gated") else 2
         size = matrices * hidden_size * item.intermediate_size
         return size, size
     assert isinstance(item, MoeConfig)
     inner = item.latent_size or hidden_size
-    matrices = 3 if item.activation == "silu_gated" else 2
+    matrices = 3 if item.activation.endswith("_gated") else 2
     expert = matrices * inner * item.intermediate_size
     shared = matrices * hidden_size * item.shared_intermediate_size
     latent = 2 * hidden_size * item.latent_size if item.latent_size else 0
@@ -157,7 +157,7 @@ def count_work(model: ModelConfig) -> Work:
             held, used = held + all_of, used + one_of
             if isinstance(item, MoeConfig):
                 width = item.latent_size or model.hidden_size
-                matrices = 3 if item.activation == "silu_gated" else 2
+                matrices = 3 if item.activation.endswith("_gated") else 2
                 size = matrices * width * item.intermediate_size
                 experts.append(ExpertLayer(item.num_experts, item.top_k, size))
     spec = build_state_spec(model, tp=1, rank=0, page_tokens=16)

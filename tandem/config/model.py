@@ -56,6 +56,7 @@ class AttentionConfig:
     has_gate: the output is multiplied by sigmoid(gate) before the last projection; the checkpoint's
         q_proj gives each head's query, then its gate.
     has_out_bias: None: as `has_bias`.
+    window: a token sees so many tokens, itself among them; None: all before it.
     """
 
     kind: ClassVar[str] = "attention"
@@ -69,6 +70,7 @@ class AttentionConfig:
     norm_eps: float = 1e-6
     has_gate: bool = False
     has_out_bias: bool | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class RgLruConfig:
 class MlpConfig:
     kind: ClassVar[str] = "mlp"
     intermediate_size: int
-    activation: str  # "relu2" (up, down) or "silu_gated" (gate, up, down)
+    activation: str  # "relu2" (up, down), "silu_gated" or "gelu_gated" (gate, up, down)
     has_bias: bool
 
 

@@ -52,6 +52,7 @@ class Attention:
         self._layer = context.layer
         self._head_dim = config.head_dim
         self._scale = config.scale
+        self._window = config.window
         self._has_gate = config.has_gate
         num_heads = config.num_heads // tp.size
         num_kv_heads = len(context.owned(config.num_kv_heads, "kv heads"))
@@ -100,6 +101,7 @@ class Attention:
             batch.context_lens,
             self._scale,
             batch.num_decode,
+            self._window,
         )
         if self._has_gate:
             out = out * gate[0].sigmoid()

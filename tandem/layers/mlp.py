@@ -7,7 +7,7 @@ from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
 from tandem.layers.weight import Tensors, Weight, fused, linear
-from tandem.ops.activation import activate
+from tandem.ops.activation import activate, is_gated
 
 
 class Mlp:
@@ -18,7 +18,7 @@ class Mlp:
         """`prefix`: where the projections lie inside their layer."""
         size, hidden, dtype = config.intermediate_size, context.hidden_size, context.dtype
         channels = context.shard(size, f"{prefix}intermediate channels")
-        names = ["gate_proj", "up_proj"] if config.activation == "silu_gated" else ["up_proj"]
+        names = ["gate_proj", "up_proj"] if is_gated(config.activation) else ["up_proj"]
         return {
             **fused(
                 f"{prefix}up",

@@ -13,6 +13,7 @@ from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
 from tandem.layers.mlp import Mlp
 from tandem.layers.weight import Piece, Tensors, Weight, linear, whole
+from tandem.ops.activation import is_gated
 from tandem.ops.experts import Router, experts_mlp
 
 _SHARED = "shared_experts."
@@ -27,7 +28,7 @@ class Moe:
         width = config.latent_size or hidden
         channels = context.shard(size, "expert intermediate channels")
         experts = [f"experts.{expert}" for expert in range(config.num_experts)]
-        projections = ("gate_proj", "up_proj") if _is_gated(config) else ("up_proj",)
+        projections = ("gate_proj", "up_proj") if is_gated(config.activation) else ("up_proj",)
         up = tuple(
             Piece(f"{name}.{projection}.weight", (size, width), 0, (channels,))
             for name in experts
@@ -95,10 +96,6 @@ class Moe:
             out = self._from_latent.partial(out)
             out = out if shared is None else out + shared
         return self._tp.all_reduce(out)
-
-
-def _is_gated(config: MoeConfig) -> bool:
-    return config.activation == "silu_gated"
 
 
 def _shared_config(config: MoeConfig) -> MlpConfig | None:

@@ -276,4 +276,4 @@ def read_layer_names(keys: Keys, names: Sequence[str], known: Mapping[str, T]) -
         raise ModelError(
             f"{keys.source}: {names[0]} has {', '.join(unknown)}; supported: {', '.join(known)}"
         )
-    return [known[name] for name in found]
+    return [known[str(name)] for name in found]

@@ -16,6 +16,7 @@ from tandem.models.lfm2 import LFM2, LFM2_MOE
 from tandem.models.llama import LLAMA
 from tandem.models.mamba import FALCON_MAMBA, MAMBA
 from tandem.models.mamba2 import CODESTRAL_MAMBA, MAMBA2, codestral_keys
+from tandem.models.minimax import MINIMAX
 from tandem.models.nemotron_h import NEMOTRON_H
 from tandem.models.olmo_hybrid import OLMO_HYBRID
 from tandem.models.qwen3 import QWEN3
@@ -26,6 +27,7 @@ from tandem.models.qwen3_next import (
     QWEN3_5_TEXT,
     QWEN3_NEXT,
 )
+from tandem.models.recurrent_gemma import RECURRENT_GEMMA
 
 # By model_type of config.json.
 FAMILIES: dict[str, Family] = {
@@ -41,6 +43,8 @@ FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mamba": MAMBA,
     "mamba2": MAMBA2,
+    "minimax": MINIMAX,
+    "minimax_text_01": MINIMAX,
     "olmo_hybrid": OLMO_HYBRID,
     "qwen3": QWEN3,
     "qwen3_5": QWEN3_5,
@@ -48,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_next": QWEN3_NEXT,
+    "recurrent_gemma": RECURRENT_GEMMA,
 }
 
 

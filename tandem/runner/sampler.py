@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from tandem.ops.sampling import draw, penalize
 from tandem.runner.sampling_table import PenaltyCounts, SamplingPlan
 from tandem.runner.staging import Fetch
 from tandem.state.ticket import TokenLogprob
@@ -78,14 +79,19 @@ def sample(
         logits[where] = logits[where] + given["bias.value"]
     if "banned.row" in given:
         logits[given["banned.row"], given["banned.token"]] = -torch.inf
-    is_changed = not given.keys().isdisjoint(("penalty.index", "bias.row", "banned.row"))
-    tokens = logits.argmax(dim=-1) if greedy is None or is_changed else greedy
+    tokens = greedy
+    if greedy is None or not given.keys().isdisjoint(("penalty.index", "bias.row", "banned.row")):
+        tokens = None
     if "random.index" in given:
         index = given["random.index"]
-        if len(index) == len(tokens):
-            tokens = _draw(logits, plan, given)
+        drawn = _draw(logits, plan, given)
+        if len(index) == len(logits):
+            tokens = drawn
         else:
-            tokens = tokens.index_copy(0, index, _draw(logits[index], plan, given))
+            best = logits.argmax(dim=-1) if tokens is None else tokens
+            tokens = best.index_copy(0, index, drawn)
+    if tokens is None:
+        tokens = logits.argmax(dim=-1)
     if "penalty.index" in given:
         counts.count(given["penalty.slot"], tokens[given["penalty.index"]])
     logprobs = None
@@ -96,65 +102,32 @@ def sample(
 
 
 def _penalize(logits: torch.Tensor, given: Tensors, counts: PenaltyCounts) -> None:
-    """Keskar et al. 2019 for repetition; OpenAI's presence and frequency."""
-    index, slots = given["penalty.index"], given["penalty.slot"]
-    generated = counts.generated[slots]  # [n, vocab]
-    is_generated = generated > 0
-    values = logits[index]
-    repetition = given["repetition"].unsqueeze(1)
-    repeated = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where(is_generated | counts.is_in_prompt[slots], repeated, values)
-    presence = given["presence"].unsqueeze(1)
-    penalty = presence + given["frequency"].unsqueeze(1) * generated
-    logits[index] = torch.where(is_generated, values - penalty, values)
+    penalize(
+        logits,
+        given["penalty.index"],
+        given["penalty.slot"],
+        counts.generated,
+        counts.is_in_prompt,
+        given["repetition"],
+        given["presence"],
+        given["frequency"],
+    )
 
 
 def _draw(logits: torch.Tensor, plan: SamplingPlan, given: Tensors) -> torch.Tensor:
-    """Temperature, then top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), one
-    uniform a row. Tokens stay in the order of their ids: nothing is sorted to draw.
-    """
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / given["temperature"].unsqueeze(1)
-    weights = scaled.exp()  # of the best token: 1
-    if "short.index" in given:
-        _cut(scaled, weights, given, "short.index", plan.max_top_k)
-    if "long.index" in given:
-        _cut(scaled, weights, given, "long.index", None)
-    weights = torch.where(weights < given["min_p"].unsqueeze(1), 0.0, weights)
-    ends = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = ends[:, -1]
-    # Rounding must not push the point past the last possible token.
-    last = torch.nextafter(total, torch.zeros_like(total))
-    points = torch.minimum(given["uniform"] * total, last)
-    places = torch.searchsorted(ends, points.unsqueeze(1), right=True).squeeze(1)
-    return places.clamp(max=logits.shape[1] - 1)
-
-
-def _cut(
-    scaled: torch.Tensor, weights: torch.Tensor, given: Tensors, name: str, num_best: int | None
-) -> None:
-    """Set to zero the weights that top-k and top-p cut off, in the rows that `name` lists.
-
-    Equal tokens are cut from the highest id on, so that every engine cuts the same set.
-    num_best: how many of the best decide it; None for all.
-    """
-    index = given[name]
-    own = scaled[index]  # [n, vocab]
-    if num_best is None:
-        best = own.sort(dim=-1, descending=True).values
-    else:
-        best = own.topk(num_best, dim=-1).values
-    places = torch.arange(best.shape[1], device=best.device)
-    is_kept = places < given["top_k"][index].unsqueeze(1)
-    mass = best.exp().double() * is_kept
-    before = mass.cumsum(dim=-1) - mass
-    top_p = given["top_p"][index].unsqueeze(1)
-    is_kept &= before < top_p * mass.sum(dim=-1, keepdim=True)
-    num_kept = is_kept.sum(dim=-1, keepdim=True).clamp(min=1)
-    worst = best.gather(1, num_kept - 1)
-    is_above, is_equal = own > worst, own == worst
-    num_equal = num_kept - is_above.sum(dim=-1, keepdim=True)
-    is_equal &= is_equal.cumsum(dim=-1) <= num_equal
-    weights[index] = torch.where(is_above | is_equal, weights[index], 0.0)
+    """int64 [n], of the rows in random.index."""
+    return draw(
+        logits,
+        given["random.index"],
+        given["temperature"],
+        given["uniform"],
+        given["top_k"],
+        given["top_p"],
+        given["min_p"],
+        plan.max_top_k,
+        given.get("short.index"),
+        given.get("long.index"),
+    )
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from tandem.ops.norm_gate import reference as norm_gate_reference
 from tandem.ops.rg_lru import reference as rg_lru_reference
 from tandem.ops.rotary import reference as rotary_reference
 from tandem.ops.rounding import Rounding
+from tandem.ops.sampling import reference as sampling_reference
 from tandem.ops.ssd import reference as ssd_reference
 from tests.tolerances import assert_close
 from tests.unit.ops.arena import GarbageArena
@@ -561,6 +562,70 @@ def check_experts(
         assert out.dtype == dtype
         assert_close(out, value)
     assert torch.equal(base, kept)
+
+
+def sampling_problem(
+    device: str, num_rows: int, vocab: int, cuts: str, sharpness: float, has_ties: bool
+) -> tuple:
+    """Arguments of `draw`. cuts: of k, p and m, which of top-k, top-p and min-p rows have; each row
+    has its own, and every fourth none."""
+    rng = Random(device, vocab + num_rows)
+    logits = rng.normal(num_rows + 2, vocab) * sharpness
+    if has_ties:
+        logits = (2 * logits).round() / 2
+    logits[:, 1 : vocab // 7] = -torch.inf
+    rows = torch.arange(num_rows + 1, 1, -1, device=device)
+    at = torch.arange(num_rows, device=device)
+    has_cut = at % 4 != 3
+    temperature = 0.25 + (at % 5) / 2
+    uniform = torch.rand(num_rows, generator=torch.Generator().manual_seed(vocab)).double()
+    top_k = torch.where(has_cut & ("k" in cuts), 1 + at * 13 % min(vocab - 1, 700), 1 << 31)
+    top_p = torch.where(has_cut & ("p" in cuts), 0.05 + 0.94 * (at % 9) / 8, 2.0).double()
+    min_p = torch.where(has_cut & ("m" in cuts), 0.3 / (1 + at % 6), 0.0).float()
+    cut = ((top_k < vocab) | (top_p < 1)).nonzero().flatten()
+    long = cut if len(cut) else None
+    return (
+        logits, rows, temperature.float(), uniform.to(device), top_k, top_p, min_p, 0, None, long
+    )  # fmt: skip
+
+
+def check_draw(
+    module: ModuleType,
+    device: str,
+    num_rows: int,
+    vocab: int,
+    cuts: str = "",
+    *,
+    sharpness: float = 3.0,
+    has_ties: bool = False,
+    num_apart: int = 0,
+) -> None:
+    """num_apart: how many draws may fall apart because sums are rounded in another order."""
+    problem = sampling_problem(device, num_rows, vocab, cuts, sharpness, has_ties)
+    kept = problem[0].clone()
+    expected = sampling_reference.draw(*problem)
+    poison(4 * problem[0].numel(), device)
+    tokens = module.draw(*problem)
+    assert tokens.dtype == torch.int64
+    assert int((tokens != expected).sum()) <= num_apart
+    assert torch.equal(module.draw(*problem), tokens)
+    assert torch.equal(problem[0], kept)
+
+
+def check_penalties(module: ModuleType, device: str, num_rows: int, vocab: int) -> None:
+    rng = Random(device)
+    logits = rng.normal(num_rows + 1, vocab)
+    rows = torch.arange(num_rows, 0, -1, device=device)
+    slots = 2 * torch.arange(num_rows, device=device) + 1
+    generated = (rng.normal(2 * num_rows + 1, vocab) * 2).clamp(min=0).int()
+    is_in_prompt = rng.normal(2 * num_rows + 1, vocab) > 1
+    factors = (rng.normal(num_rows).exp(), rng.normal(num_rows), rng.normal(num_rows))
+    expected = logits.clone()
+    tables = (rows, slots, generated, is_in_prompt)
+    sampling_reference.penalize(expected, *tables, *factors)
+    module.penalize(logits, *tables, *factors)
+    assert torch.equal(logits[0], expected[0])
+    assert_close(logits, expected.double())
 
 
 def coarser(*dtypes: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tandem.ops.sampling import reference as sampling_reference
 from tests.gpu import cases
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +21,7 @@ def ops():
     from tandem.ops.experts import triton as experts
     from tandem.ops.norm import triton as norm
     from tandem.ops.rotary import triton as rotary
+    from tandem.ops.sampling import triton as sampling
     from tandem.ops.ssd import triton as ssd
 
     class Ops:
@@ -27,12 +29,12 @@ def ops():
 
     Ops.activation, Ops.attention, Ops.conv1d = activation, attention, conv1d
     Ops.experts, Ops.norm, Ops.ssd = experts, norm, ssd
-    Ops.rotary = rotary
+    Ops.rotary, Ops.sampling = rotary, sampling
     return Ops
 
 
 @pytest.mark.parametrize(
-    "op", ["activation", "attention", "conv1d", "experts", "norm", "rotary", "ssd"]
+    "op", ["activation", "attention", "conv1d", "experts", "norm", "rotary", "sampling", "ssd"]
 )
 def test_cuda_tensors_go_to_the_kernels(ops, op, monkeypatch):
     from tandem.ops.dispatch import choose
@@ -271,6 +273,45 @@ def test_experts_of_odd_shape(ops, dtype):
         inner=20,
         top_k=2,
     )
+
+
+@pytest.mark.parametrize("has_ties", [False, True])
+@pytest.mark.parametrize("sharpness", [0.3, 2.0, 6.0])
+@pytest.mark.parametrize("cuts", ["", "k", "p", "m", "kp", "pm", "kpm"])
+@pytest.mark.parametrize(("num_rows", "vocab"), [(1, 300), (67, 32000), (16, 131072), (5, 262144)])
+def test_draw(ops, num_rows, vocab, cuts, sharpness, has_ties):
+    cases.check_draw(
+        ops.sampling, CUDA, num_rows, vocab, cuts, sharpness=sharpness, has_ties=has_ties,
+        num_apart=num_rows // 16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cuts", ["", "k", "p", "m"])
+def test_draws_follow_the_distribution(ops, cuts):
+    """A chi-square test: of 60,000 draws, as many of each token as its probability says."""
+    num_draws, vocab = 60_000, 24
+    one = cases.sampling_problem(CUDA, 1, vocab, cuts, 1.0, False)
+    logits = one[0][2:3].expand(num_draws, vocab).contiguous()
+    rows = torch.arange(num_draws, device=CUDA)
+    each = [column.expand(num_draws).contiguous() for column in one[2:7]]
+    each[1] = torch.rand(num_draws, dtype=torch.float64, device=CUDA)
+    tokens = ops.sampling.draw(logits, rows, *each, 0, None, rows if cuts else None)
+    found = torch.bincount(tokens, minlength=vocab).double()
+    # The share of [0, 1) that draws a token, by the reference at a fine grid of uniforms.
+    grid = (torch.arange(1 << 15, device=CUDA, dtype=torch.float64) + 0.5) / (1 << 15)
+    few = [column[: len(grid)] for column in (rows, *each)]
+    few[2] = grid
+    fine = sampling_reference.draw(logits[: len(grid)], *few, 0, None, few[0] if cuts else None)
+    expected = torch.bincount(fine, minlength=vocab).double() / len(grid) * num_draws
+    assert not bool(found[expected == 0].any())
+    is_likely = expected > 5
+    chi2 = ((found - expected)[is_likely] ** 2 / expected[is_likely]).sum()
+    assert float(chi2) < 60  # 23 degrees of freedom at most: one in 40,000
+
+
+@pytest.mark.parametrize(("num_rows", "vocab"), [(1, 7), (33, 131072)])
+def test_penalties(ops, num_rows, vocab):
+    cases.check_penalties(ops.sampling, CUDA, num_rows, vocab)
 
 
 def test_packed_linear_is_the_plain_product():

@@ -9,7 +9,7 @@ from tandem.errors import ShapeError
 from tandem.ops.activation import reference
 from tandem.ops.dispatch import choose
 
-__all__ = ["activate", "relu2", "silu_mul"]
+__all__ = ["activate", "gelu_mul", "is_gated", "relu2", "silu_mul"]
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
@@ -22,10 +22,26 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return choose("activation", reference, gate_up).silu_mul(gate_up)
 
 
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up of [..., 2 I] → [..., I]; see `reference.gelu_mul`, which runs everywhere:
+    one family of models uses it."""
+    return reference.gelu_mul(gate_up)
+
+
+def is_gated(activation: str) -> bool:
+    """Whether its argument is twice as wide as its result."""
+    return activation.endswith("_gated")
+
+
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """`relu2` for "relu2", `silu_mul` for "silu_gated"; raises ShapeError for any other name."""
+    """`relu2` for "relu2", `silu_mul` for "silu_gated", `gelu_mul` for "gelu_gated"; raises
+    ShapeError for any other name."""
     if activation == "relu2":
         return relu2(x)
     if activation == "silu_gated":
         return silu_mul(x)
-    raise ShapeError(f"activation={activation!r} is unknown; use 'relu2' or 'silu_gated'")
+    if activation == "gelu_gated":
+        return gelu_mul(x)
+    raise ShapeError(
+        f"activation={activation!r} is unknown; use 'relu2', 'silu_gated' or 'gelu_gated'"
+    )

@@ -16,3 +16,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up of [..., 2 I], the gate in the first half, by tanh → [..., I].
+
+    Source: Shazeer 2020, arXiv:2002.05202 (GEGLU); Hendrycks & Gimpel 2016, arXiv:1606.08415.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up

@@ -55,8 +55,8 @@ def _save_codestral(model: Any, folder: Path) -> None:
     save_file(tensors, folder / "consolidated.safetensors")
 
 
-def _keep(model: Any) -> None:
-    """Nothing to change."""
+def _none(model: Any) -> None:
+    """Nothing to do, and nothing to give."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Case:
     ranks: sizes of tensor parallelism at which every unit divides or replicates.
     refused: (arguments, tp, pattern) of configurations that do not fit that many ranks.
     prepare: changes weights that would prove little. save: writes the checkpoint.
-    has_cache: transformers continues a cache by one token at a time, as it generates.
+    new_cache: what transformers' model takes as the cache of a new sequence.
     """
 
     config: str
@@ -75,9 +75,9 @@ class Case:
     arguments: dict[str, Any]
     ranks: tuple[int, ...] = (2, 4)
     refused: tuple[tuple[dict[str, Any], int, str], ...] = ()
-    prepare: Callable[[Any], None] = _keep
+    prepare: Callable[[Any], None] = _none
     save: Callable[[Any, Path], None] = field(default=_save)
-    has_cache: bool = True
+    new_cache: Callable[[Any], Any] = _none
 
     def build(self, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
         """The model with random weights, the same each time; no vector is all zero or all one."""
@@ -234,7 +234,57 @@ def _save_stacked_experts(model: Any, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def _prepare_recurrent_gemma(model: Any) -> None:
+    """Tied embeddings times the root of the hidden size drown the layers: greedy ids repeat."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.3)
+        for name, tensor in model.named_parameters():
+            if name.endswith(("linear_out.weight", "o_proj.weight", "down_proj.weight")):
+                tensor.mul_(16)
+
+
+def _recurrent_gemma_cache(model: Any) -> Any:
+    """Its state lies in the modules, where that of the sequence before may be left."""
+    for module in model.modules():
+        if hasattr(module, "conv1d_state"):
+            module.conv1d_state = None
+    return transformers.DynamicCache(config=model.config)
+
+
 CASES: dict[str, Case] = {
+    "minimax": Case(
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {
+            **_HEADS,
+            "intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 16,
+            "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL],
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.8,
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.9,
+            "mlp_alpha_factor": 1.1,
+            "mlp_beta_factor": 0.7,
+        },
+    ),
+    "recurrent_gemma": Case(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {
+            **{name: _HEADS[name] for name in _HEADS if name != "initializer_range"},
+            "num_key_value_heads": 1,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "attention_window_size": 16,
+        },
+        prepare=_prepare_recurrent_gemma,
+        new_cache=_recurrent_gemma_cache,
+    ),
     "qwen3_next": Case(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",

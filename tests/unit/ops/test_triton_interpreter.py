@@ -22,6 +22,7 @@ from tandem.ops.norm import triton as norm
 from tandem.ops.norm_gate import triton as norm_gate
 from tandem.ops.rg_lru import triton as rg_lru
 from tandem.ops.rotary import triton as rotary
+from tandem.ops.sampling import triton as sampling
 from tandem.ops.ssd import triton as ssd
 from tandem.ops.tuning import trying
 from tests.gpu import cases
@@ -78,6 +79,29 @@ def test_attention(lengths, contexts, num_decode, window, softcap):
 def test_rotary(num_tokens, head_dim, rot_dim):
     shape = {"heads": 3, "kv_heads": 1, "head_dim": head_dim, "rot_dim": rot_dim}
     cases.check_rotary(rotary, "cpu", num_tokens, dtype=torch.float32, **shape)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "cuts", "has_ties"),
+    [
+        (7, "kp", False),
+        (60, "p", True),
+        (200, "", True),
+        (200, "k", True),
+        (200, "m", False),
+        (200, "kpm", True),
+        (300, "pm", False),
+    ],
+)
+def test_draw(vocab, cuts, has_ties, monkeypatch):
+    # Small ones, so that both searches run: among 64 tokens and over the vocabulary.
+    for name, value in (("_RUN", 16), ("_RUNS", 4), ("_MOST", 64), ("_TILE", 256)):
+        monkeypatch.setattr(sampling, name, value)
+    cases.check_draw(sampling, "cpu", 3, vocab, cuts, has_ties=has_ties, sharpness=1.0)
+
+
+def test_penalties():
+    cases.check_penalties(sampling, "cpu", 3, 50)
 
 
 def test_norms():
