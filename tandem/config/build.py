@@ -51,7 +51,9 @@ def build_model_config(
         dtype=check_dtype(keys.source, "dtype", dtype),
         state_dtype=check_dtype(keys.source, "state_dtype", state_dtype),
         tie_embeddings=keys.flag("tie_word_embeddings", tie_embeddings),
-        max_position=keys.integer("max_position_embeddings", default=1 << 18, maximum=MAX_POSITION),
+        max_position=keys.integer(
+            "max_position_embeddings", "model_max_length", default=1 << 18, maximum=MAX_POSITION
+        ),
         residual_in_fp32=residual_in_fp32,
         bos_token_id=keys.get("bos_token_id"),
         eos_token_ids=_eos_token_ids(keys, folder),

@@ -62,6 +62,12 @@ class Keys:
             raise ModelError(f"{self.source}: {keys[0]}={value!r}; expected a positive number")
         return float(value)
 
+    def negative(self, key: str, default: float) -> float:
+        value = self.get(key, default=default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value < 0:
+            raise ModelError(f"{self.source}: {key}={value!r}; expected a negative number")
+        return float(value)
+
     def section(self, *keys: str) -> "Keys":
         """A nested object; empty when no key is given."""
         value = self.get(*keys, default={})

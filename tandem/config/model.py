@@ -74,6 +74,35 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Attention whose keys and values come from a latent vector a token (DeepSeek-AI 2024).
+
+    A head's query and key have `nope_dim` channels without positions and `rope_dim` with; its value
+    has `value_dim`. `query_rank`: queries come from a smaller space too, else None.
+    is_interleaved: a checkpoint's channels turn in pairs (0, 1), (2, 3), ...
+    has_head_gate: each head's output is multiplied by the sigmoid of one more projection.
+    """
+
+    kind: ClassVar[str] = "latent_attention"
+    num_heads: int
+    latent_size: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    has_bias: bool
+    rotary: RotaryConfig | None
+    norm_eps: float = 1e-6
+    query_rank: int | None = None
+    is_interleaved: bool = False
+    has_head_gate: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True)
 class Mamba2Config:
     """Heads with a scalar decay each (Dao & Gu 2024).
 

@@ -13,6 +13,7 @@ from tandem.config.model import (
     AttentionConfig,
     GatedDeltaConfig,
     KimiDeltaConfig,
+    LatentAttentionConfig,
     LinearAttentionConfig,
     Mamba1Config,
     Mamba2Config,
@@ -28,6 +29,7 @@ from tandem.layers.context import LayerContext, RotaryTables
 from tandem.layers.embedding import Embedding, OutputHead, vocab_weight
 from tandem.layers.gated_delta import GatedDelta
 from tandem.layers.kimi_delta import KimiDelta
+from tandem.layers.latent_attention import LatentAttention
 from tandem.layers.linear_attention import LinearAttention
 from tandem.layers.mamba1 import Mamba1
 from tandem.layers.mamba2 import Mamba2
@@ -55,6 +57,7 @@ LAYERS: dict[type, Any] = {
     LinearAttentionConfig: LinearAttention,
     RgLruConfig: RgLru,
     AttentionConfig: Attention,
+    LatentAttentionConfig: LatentAttention,
     MlpConfig: Mlp,
     MoeConfig: Moe,
 }

@@ -8,6 +8,7 @@ from tandem.config.keys import MAX_HEADS, MAX_LAYERS, MAX_POSITION, Keys
 from tandem.config.model import (
     AttentionConfig,
     GatedDeltaConfig,
+    LatentAttentionConfig,
     Mamba2Config,
     MlpConfig,
     MoeConfig,
@@ -57,6 +58,49 @@ def read_attention(
     )
 
 
+def read_latent_attention(
+    keys: Keys, *, rotary: RotaryConfig | None, **options: Any
+) -> LatentAttentionConfig:
+    """Latent attention with the keys of DeepSeek; `options`: other fields of the config."""
+    nope_dim = keys.integer("qk_nope_head_dim")
+    rope_dim = keys.integer("qk_rope_head_dim")
+    scale = (nope_dim + rope_dim) ** -0.5
+    rope = keys.section("rope_parameters", "rope_scaling")
+    if rotary is not None and rotary.scaling is not None and rope.has("mscale_all_dim"):
+        magnitude = rope.number("mscale_all_dim", default=1.0)
+        scale *= (0.1 * magnitude * math.log(rotary.scaling.factor) + 1) ** 2
+    return LatentAttentionConfig(
+        num_heads=keys.integer("num_attention_heads", maximum=MAX_HEADS),
+        latent_size=keys.integer("kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=keys.integer("v_head_dim"),
+        scale=scale,
+        has_bias=keys.flag("attention_bias", False),
+        rotary=rotary,
+        query_rank=keys.integer("q_lora_rank") if keys.has("q_lora_rank") else None,
+        **options,
+    )
+
+
+def read_shared_experts(
+    keys: Keys, *, num_experts: int, shared_key: str, normalize_key: str
+) -> MoeConfig:
+    """Sigmoid-routed experts in groups, with shared ones joined to a wider one (DeepSeek)."""
+    size = keys.integer("moe_intermediate_size")
+    return read_experts(
+        keys,
+        num_experts=num_experts,
+        intermediate_size=size,
+        shared_size=size * keys.integer(shared_key, "n_shared_experts", default=1, minimum=0),
+        normalize=keys.flag(normalize_key, keys.flag("norm_topk_prob", True)),
+        scaling_factor=keys.number("routed_scaling_factor", default=1.0),
+        num_groups=keys.integer("num_expert_group", "n_group", default=1),
+        topk_groups=keys.integer("topk_group", default=1),
+        has_correction_bias=True,
+    )
+
+
 def read_gated_mlp(keys: Keys, *names: str) -> MlpConfig:
     """Three projections around silu; `names`: keys of the inner size."""
     keys.one_of("hidden_act", ("silu",), "silu")
@@ -84,7 +128,7 @@ def read_experts(
         "has_correction_bias": False,
         **options,
     }
-    top_k = keys.integer("num_experts_per_tok")
+    top_k = keys.integer("num_experts_per_tok", "num_experts_per_token")
     allowed = num_experts // fields["num_groups"] * fields["topk_groups"]
     if num_experts % fields["num_groups"] or fields["topk_groups"] > fields["num_groups"]:
         raise ModelError(

@@ -7,11 +7,13 @@ from tandem.config.build import check_dtype
 from tandem.config.keys import Keys, read_config_json
 from tandem.config.model import ModelConfig
 from tandem.errors import ModelError
+from tandem.models.bailing_hybrid import BAILING_HYBRID
 from tandem.models.bamba import BAMBA
 from tandem.models.falcon_h1 import FALCON_H1
 from tandem.models.family import Family
 from tandem.models.granite_hybrid import GRANITE_HYBRID
 from tandem.models.jamba import JAMBA
+from tandem.models.kimi_linear import KIMI_LINEAR
 from tandem.models.lfm2 import LFM2, LFM2_MOE
 from tandem.models.llama import LLAMA
 from tandem.models.mamba import FALCON_MAMBA, MAMBA
@@ -32,12 +34,14 @@ from tandem.models.recurrent_gemma import RECURRENT_GEMMA
 # By model_type of config.json.
 FAMILIES: dict[str, Family] = {
     "nemotron_h": NEMOTRON_H,
+    "bailing_hybrid": BAILING_HYBRID,
     "bamba": BAMBA,
     "codestral_mamba": CODESTRAL_MAMBA,
     "falcon_h1": FALCON_H1,
     "granitemoehybrid": GRANITE_HYBRID,
     "falcon_mamba": FALCON_MAMBA,
     "jamba": JAMBA,
+    "kimi_linear": KIMI_LINEAR,
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "llama": LLAMA,

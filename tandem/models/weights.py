@@ -258,9 +258,9 @@ class _Reader:
         for row in range(begin, end, step):
             stop = min(row + step, end)
             stored = self._slice(piece.name, (stop - row) * row_nbytes)
-            where = (
-                (slice(row, stop),) if piece.axis == 0 else (slice(row, stop), slice(first, last))
-            )
+            where: tuple[slice, ...] = (slice(row, stop),)
+            if piece.axis:
+                where += (slice(None),) * (piece.axis - 1) + (slice(first, last),)
             block = stored[where] if piece.entry is None else stored[(piece.entry, *where)]
             if scale != 1.0 or offset:
                 block = block.float() * scale + offset

@@ -12,6 +12,7 @@ from tandem.config.model import (
     AttentionConfig,
     GatedDeltaConfig,
     KimiDeltaConfig,
+    LatentAttentionConfig,
     LinearAttentionConfig,
     Mamba1Config,
     Mamba2Config,
@@ -40,6 +41,14 @@ ComponentsOf = Callable[[Any, str, str], tuple[Component, ...]]
 
 def _attention(mixer: AttentionConfig, dtype: str, state_dtype: str) -> tuple[Component, ...]:
     return (Component("kv", mixer.num_kv_heads, (2, mixer.head_dim), dtype, per_token=True),)
+
+
+def _latent_attention(
+    mixer: LatentAttentionConfig, dtype: str, state_dtype: str
+) -> tuple[Component, ...]:
+    """One row a token, on every rank: all heads read it."""
+    width = mixer.latent_size + mixer.rope_dim
+    return (Component("latent", 1, (1, width), dtype, per_token=True),)
 
 
 def _mamba2(mixer: Mamba2Config, dtype: str, state_dtype: str) -> tuple[Component, ...]:
@@ -105,6 +114,7 @@ def _rg_lru(mixer: RgLruConfig, dtype: str, state_dtype: str) -> tuple[Component
 
 KINDS: dict[str, ComponentsOf] = {
     "attention": _attention,
+    "latent_attention": _latent_attention,
     "mamba1": _mamba1,
     "mamba2": _mamba2,
     "short_conv": _short_conv,

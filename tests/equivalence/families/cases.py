@@ -251,7 +251,49 @@ def _recurrent_gemma_cache(model: Any) -> Any:
     return transformers.DynamicCache(config=model.config)
 
 
+_LATENT: dict[str, Any] = {
+    **_HEADS,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 CASES: dict[str, Case] = {
+    "kimi_linear": Case(
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            **_LATENT,
+            "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL],
+            "linear_attn_config": {
+                "head_dim": 16,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            },
+        },
+        refused=(({}, 3, r"layer 0 kimi_delta heads has 4 units"),),
+    ),
+    "bailing_hybrid": Case(
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "head_dim": 16,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+            "layer_group_size": 2,
+        },
+    ),
     "minimax": Case(
         "MiniMaxConfig",
         "MiniMaxForCausalLM",

@@ -70,7 +70,8 @@ def test_entries_of_a_stacked_tensor_are_joined_scaled_and_moved(
     tmp_path: Path, table: torch.Tensor
 ) -> None:
     stacked = torch.stack([table, table + 100, table + 200])
-    save_file({"experts": stacked, "v": table[:, 0].clone()}, tmp_path / "model.safetensors")
+    tensors = {"experts": stacked, "deep": stacked.clone(), "v": table[:, 0].clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
     pieces = [
         Piece("experts", (10, 6), 0, (rows,), entry=entry)
         for entry in range(3)
@@ -78,18 +79,21 @@ def test_entries_of_a_stacked_tensor_are_joined_scaled_and_moved(
     ]
     scaled = Piece("experts", (10, 6), 0, ((0, 1), (4, 6)), scales=(2.0, 0.5), entry=1)
     columns = Piece("experts", (10, 6), 1, ((2, 4),), entry=2)
+    depth = Piece("deep", (3, 10, 6), 2, ((1, 2), (4, 6)))
     found = load(
         tmp_path,
         {
             "stack": Weight(tuple(pieces), torch.float32, is_stacked=True, pieces_each=2),
             "scaled": Weight((scaled,), torch.float32),
             "columns": Weight((columns,), torch.float32),
+            "depth": Weight((depth,), torch.float32),
             "moved": norm_weight("v", 10, torch.float32, 1.0),
         },
     )
     assert torch.equal(found["stack"], torch.cat([stacked[:, 5:7], stacked[:, :2]], dim=1))
     assert torch.equal(found["scaled"], torch.cat([stacked[1, :1] * 2, stacked[1, 4:6] / 2]))
     assert torch.equal(found["columns"], stacked[2, :, 2:4])
+    assert torch.equal(found["depth"], stacked[:, :, [1, 4, 5]])
     assert torch.equal(found["moved"], table[:, 0] + 1)
 
 
