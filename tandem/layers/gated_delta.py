@@ -37,6 +37,7 @@ class GatedDelta:
     def __init__(self, config: GatedDeltaConfig, context: LayerContext, tensors: Tensors) -> None:
         key_heads, value_heads = _heads(config, context)
         self._layer = context.layer
+        self._rounding = context.rounding
         self._key_shape = (len(key_heads), config.key_dim)
         self._value_shape = (len(value_heads), config.value_dim)
         key_size = len(key_heads) * config.key_dim
@@ -61,7 +62,8 @@ class GatedDelta:
             q, k, v = self._split(self._conv.update(qkv[half], state, batch))
             gates = (a[half], b[half], self._A, self._dt_bias)
             where = (state["state"], batch.decode_slots)
-            return delta_update(q, k, v, *gates, *where, self._max_beta)
+            rounding = self._rounding(batch.decode_context_lens)
+            return delta_update(q, k, v, *gates, *where, self._max_beta, rounding=rounding)
 
         def prefill(half: slice) -> torch.Tensor:
             q, k, v = self._split(self._conv.prefill(qkv[half], state, batch))
@@ -72,7 +74,8 @@ class GatedDelta:
                 batch.prefill_query_start,
                 batch.prefill_has_state,
             )
-            return delta_prefill(q, k, v, *gates, *where, self._max_beta)
+            rounding = self._rounding(batch.prefill_context_lens)
+            return delta_prefill(q, k, v, *gates, *where, self._max_beta, rounding=rounding)
 
         o = in_halves(batch, update, prefill).flatten(1)
         value_dim = self._value_shape[1]

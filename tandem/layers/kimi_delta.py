@@ -69,6 +69,7 @@ class KimiDelta:
         num_heads, head_dim = config.num_heads // context.tp.size, config.head_dim
         size = num_heads * head_dim
         self._layer = context.layer
+        self._rounding = context.rounding
         self._shape = (num_heads, head_dim)
         self._decay_floor = config.decay_floor
         self._eps = config.norm_eps
@@ -96,7 +97,8 @@ class KimiDelta:
             q, k, v = self._split(self._conv.update(qkv[half], state, batch))
             gates = (a[half], b[half], self._A, self._dt_bias)
             where = (state["state"], batch.decode_slots)
-            return delta_update(q, k, v, *gates, *where, decay_floor=self._decay_floor)
+            rounding = self._rounding(batch.decode_context_lens)
+            return delta_update(q, k, v, *gates, *where, 1.0, self._decay_floor, rounding)
 
         def prefill(half: slice) -> torch.Tensor:
             q, k, v = self._split(self._conv.prefill(qkv[half], state, batch))
@@ -107,7 +109,8 @@ class KimiDelta:
                 batch.prefill_query_start,
                 batch.prefill_has_state,
             )
-            return delta_prefill(q, k, v, *gates, *where, decay_floor=self._decay_floor)
+            rounding = self._rounding(batch.prefill_context_lens)
+            return delta_prefill(q, k, v, *gates, *where, 1.0, self._decay_floor, rounding=rounding)
 
         o = in_halves(batch, update, prefill).flatten(1)
         return self._out_proj(

@@ -41,6 +41,7 @@ class LinearAttention:
     ) -> None:
         first, last = context.shard(config.num_heads, "heads")
         self._layer = context.layer
+        self._rounding = context.rounding
         self._head_dim = config.head_dim
         self._size = (last - first) * config.head_dim
         self._total_size = config.num_heads * config.head_dim
@@ -57,14 +58,19 @@ class LinearAttention:
         qkv, gate = self._in_proj(hidden).split([3 * self._size, self._size], dim=-1)
         heads = F.silu(qkv).unflatten(1, (-1, 3 * self._head_dim))
         q, k, v = heads.split(self._head_dim, dim=-1)  # views [T, H, D]
-        rows = (batch.prefill_slots, batch.prefill_query_start, batch.prefill_has_state)
-        o = in_halves(
-            batch,
-            lambda half: linear_attention_update(
-                q[half], k[half], v[half], self._A, state, batch.decode_slots
-            ),
-            lambda half: linear_attention_prefill(q[half], k[half], v[half], self._A, state, *rows),
-        ).flatten(1)
+
+        def update(half: slice) -> torch.Tensor:
+            rounding = self._rounding(batch.decode_context_lens)
+            where = (state, batch.decode_slots, rounding)
+            return linear_attention_update(q[half], k[half], v[half], self._A, *where)
+
+        def prefill(half: slice) -> torch.Tensor:
+            rounding = self._rounding(batch.prefill_context_lens)
+            rows = (batch.prefill_slots, batch.prefill_query_start, batch.prefill_has_state)
+            where = (state, *rows, rounding)
+            return linear_attention_prefill(q[half], k[half], v[half], self._A, *where)
+
+        o = in_halves(batch, update, prefill).flatten(1)
         return self._out_proj(
             norm_gate(
                 o,

@@ -18,7 +18,7 @@ from tandem.ops.norm import reference as norm_reference
 from tandem.ops.norm_gate import reference as norm_gate_reference
 from tandem.ops.rg_lru import reference as rg_lru_reference
 from tandem.ops.rotary import reference as rotary_reference
-from tandem.ops.rounding import Rounding
+from tandem.ops.rounding import Rounding, round_state
 from tandem.ops.sampling import reference as sampling_reference
 from tandem.ops.ssd import reference as ssd_reference
 from tests.tolerances import assert_close
@@ -187,6 +187,7 @@ def check_delta_prefill(
     max_beta: float = 1.0,
     floor: float | None = None,
     rate: float = 1.0,
+    is_random: bool = False,
 ) -> None:
     rng = Random(device)
     num_tokens, rows = sum(lengths), len(lengths)
@@ -203,8 +204,9 @@ def check_delta_prefill(
     expected = delta_reference.delta_prefill(
         q.float(), k.float(), v.float(), *gates, expected_state, *rest
     )
+    rounding = Rounding(7, rng.index([100 + 3 * row for row in range(rows)])) if is_random else None
     poison(2 * v.numel(), device)
-    o = module.delta_prefill(q, k, v, *gates, states.view, *rest)
+    o = module.delta_prefill(q, k, v, *gates, states.view, *rest, rounding=rounding)
 
     assert o.dtype == dtype
     assert_close(o, expected)
@@ -228,6 +230,7 @@ def check_delta_update(
     by_channel: bool = False,
     max_beta: float = 2.0,
     floor: float | None = None,
+    is_random: bool = False,
 ) -> None:
     rng = Random(device)
     q, k, v = _delta_values(rng, rows, heads, groups, key, value, dtype)
@@ -241,13 +244,17 @@ def check_delta_update(
     expected = delta_reference.delta_update(
         q.float(), k.float(), v.float(), *gates, expected_state, *rest
     )
+    rounding = Rounding(7, rng.index([100 + 3 * row for row in range(rows)])) if is_random else None
     poison(v.numel(), device)
-    o = module.delta_update(q, k, v, *gates, states.view, *rest)
+    o = module.delta_update(q, k, v, *gates, states.view, *rest, rounding)
 
     assert o.dtype == dtype
     assert_close(o, expected)
     states.assert_only_changed(slots)
     assert_close(states.view[slots], expected_state[slots], state_dtype)
+    if rounding is not None:
+        rounded = round_state(expected_state[slots], state_dtype, rounding)
+        assert (states.view[slots] == rounded).float().mean() > 0.95  # not so to the nearest
 
 
 def check_rg_lru(

@@ -113,6 +113,13 @@ def test_delta_update_of_odd_shape(ops, dtype, state_dtype, by_channel):
     )
 
 
+@pytest.mark.parametrize("state_dtype", [BF16, FP16])
+def test_delta_rule_rounds_state_at_random(ops, state_dtype):
+    options = {"state_dtype": state_dtype, "is_random": True}
+    cases.check_delta_update(ops.delta_rule, CUDA, 5, **options)
+    cases.check_delta_prefill(ops.delta_rule, CUDA, [80, 0, 5], [True, True, False], **options)
+
+
 @pytest.mark.parametrize(("lengths", "has_state"), [*ROWS, ([5000], [True])], ids=str)
 def test_rg_lru_prefill(ops, lengths, has_state):
     cases.check_rg_lru(ops.rg_lru, CUDA, lengths, has_state)

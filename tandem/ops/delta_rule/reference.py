@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.ops.chunks import ChunkPlan, plan_chunks
+from tandem.ops.rounding import Rounding, to_rest
 
 # Of the squared length of a query or key, as the published models have it.
 _NORM_EPS = 1e-6
@@ -96,6 +97,7 @@ def delta_prefill(
     max_beta: float = 1.0,
     decay_floor: float | None = None,
     chunk: int = 64,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """`delta_scan` from and to the slots of packed sequences, with all of its arguments still raw.
 
@@ -110,6 +112,7 @@ def delta_prefill(
             `slots`.
         slots: int64 [S], distinct.
         has_state: bool [S]; False starts from zeros whatever the slot holds.
+        rounding: how a 16-bit state is rounded; None to the nearest. Of no effect on fp32.
 
     Returns: o [T, H, V] in v.dtype. The slot of an empty sequence is neither read nor written.
     """
@@ -120,7 +123,7 @@ def delta_prefill(
     q, k = normalize(q) * q.shape[-1] ** -0.5, normalize(k)
     o, final = delta_scan(q, k, v, g, beta, initial, query_start, chunk)
     live = (query_start[1:] > query_start[:-1]).to(slots.device)
-    state[slots[live]] = final[live].to(state.dtype)
+    state[slots[live]] = to_rest(final, state.dtype, rounding)[live]
     return o
 
 
@@ -136,12 +139,13 @@ def delta_update(
     slots: torch.Tensor,
     max_beta: float = 1.0,
     decay_floor: float | None = None,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """The recurrence for one token a row; the state of every row is live.
 
     Args:
         q, k: [S, G, K].    v: [S, H, V].    a: [S, H] or [S, H, K].    b: [S, H].
-        A, dt_bias, max_beta, decay_floor: as `delta_prefill`.
+        A, dt_bias, max_beta, decay_floor, rounding: as `delta_prefill`.
         state: [num_slots, H, V, K], a strided view, written in place at `slots` (int64 [S],
             distinct).
 
@@ -155,7 +159,7 @@ def delta_update(
     kept = state[slots].float() * decay  # [S, H, V, K]
     written = beta.unsqueeze(-1) * (v.float() - (kept @ k).squeeze(-1))
     new = kept + written.unsqueeze(-1) * k.transpose(-1, -2)
-    state[slots] = new.to(state.dtype)
+    state[slots] = to_rest(new, state.dtype, rounding)
     return (new @ q).squeeze(-1).to(v.dtype)
 
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from tandem.ops.delta_rule import reference
+from tandem.ops.rounding import Rounding
+from tandem.ops.rounding.triton import random_bits, round_state
 from tandem.ops.tiles import (
     FLOATS,
     count_tiles,
@@ -47,6 +49,7 @@ def delta_prefill(
     max_beta: float = 1.0,
     decay_floor: float | None = None,
     chunk: int = 64,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """See `reference.delta_prefill`. `chunk` is the reference's; the kernels have their own tiles.
 
@@ -57,8 +60,9 @@ def delta_prefill(
     if not _is_addressable(q, k, v, a, b, dt_bias, state):
         return reference.delta_prefill(
             q, k, v, a, b, A, dt_bias, state, slots, query_start, has_state, max_beta, decay_floor,
-            chunk,
+            chunk, rounding,
         )  # fmt: skip
+    rounding = rounding if state.dtype is not torch.float32 else None
     _, num_heads, value_dim, key_dim = state.shape
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not len(v):
@@ -127,11 +131,14 @@ def delta_prefill(
         query_start,
         has_state,
         o,
+        slots if rounding is None else rounding.positions,
+        0 if rounding is None else rounding.seed,
         *_strides(q),
         *_strides(k),
         state.stride(0),
         HEADS_PER_GROUP=num_heads // k.shape[1],
         BY_CHANNEL=by_channel,
+        IS_RANDOM=rounding is not None,
         STEPS=num_steps,
         BV=tiles["BV"],
         num_warps=tiles["num_warps"],
@@ -153,12 +160,14 @@ def delta_update(
     slots: torch.Tensor,
     max_beta: float = 1.0,
     decay_floor: float | None = None,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """See `reference.delta_update`. Bound by the bytes of state, read and written once."""
     if not _is_addressable(q, k, v, a, b, dt_bias, state):
         return reference.delta_update(
-            q, k, v, a, b, A, dt_bias, state, slots, max_beta, decay_floor
+            q, k, v, a, b, A, dt_bias, state, slots, max_beta, decay_floor, rounding
         )
+    rounding = rounding if state.dtype is not torch.float32 else None
     _, num_heads, value_dim, key_dim = state.shape
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not len(v):
@@ -177,6 +186,8 @@ def delta_update(
         state,
         slots,
         o,
+        slots if rounding is None else rounding.positions,
+        0 if rounding is None else rounding.seed,
         float(max_beta),
         float(decay_floor or 0.0),
         *_strides(q),
@@ -191,7 +202,8 @@ def delta_update(
         HEADS_PER_GROUP=num_heads // k.shape[1],
         BY_CHANNEL=by_channel,
         HAS_FLOOR=decay_floor is not None,
-        BK=triton.next_power_of_2(key_dim),
+        IS_RANDOM=rounding is not None,
+        BK=max(8, triton.next_power_of_2(key_dim)),
         **tiles,
     )
     return o
@@ -248,6 +260,8 @@ def delta_update_kernel(
     p_state,
     p_slots,
     p_o,
+    p_positions,
+    seed,
     max_beta,
     decay_floor,
     q_row,
@@ -266,6 +280,7 @@ def delta_update_kernel(
     HEADS_PER_GROUP: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
 ):
@@ -306,7 +321,11 @@ def delta_update_kernel(
     b_written = beta * (b_v - tl.sum(b_s * b_k[None, :], 1))
     b_o = tl.sum(b_s * b_q[None, :], 1) + b_written * tl.sum(b_q * b_k, 0)
     b_s += b_written[:, None] * b_k[None, :]
-    tl.store(p_s, b_s.to(p_state.dtype.element_ty), mask=m_s)
+    if IS_RANDOM:
+        b_random = random_bits(seed, tl.load(p_positions + i_row), i_h * V + o_v, K, BK)
+        tl.store(p_s, round_state(b_s, b_random, p_state.dtype.element_ty), mask=m_s)
+    else:
+        tl.store(p_s, b_s.to(p_state.dtype.element_ty), mask=m_s)
     tl.store(p_o + (i_row * H + i_h) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=m_v)
 
 
@@ -682,6 +701,8 @@ def delta_prefill_kernel(
     p_query_start,
     p_has_state,
     p_o,
+    p_positions,
+    seed,
     q_token,
     q_head,
     k_token,
@@ -692,6 +713,7 @@ def delta_prefill_kernel(
     V: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
     STEPS: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -766,4 +788,9 @@ def delta_prefill_kernel(
         p_u += BT * H * V
         p_o += BT * H * V
     p_after = p_s + o_v[None, :] * K + o_k[:, None]
-    tl.store(p_after, b_s.to(p_state.dtype.element_ty), mask=m_s)
+    if IS_RANDOM:
+        b_random = random_bits(seed, tl.load(p_positions + i_row), i_h * V + o_v, K, BK)
+        b_rounded = round_state(b_s, tl.trans(b_random), p_state.dtype.element_ty)
+        tl.store(p_after, b_rounded, mask=m_s)
+    else:
+        tl.store(p_after, b_s.to(p_state.dtype.element_ty), mask=m_s)

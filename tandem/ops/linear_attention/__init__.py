@@ -8,6 +8,7 @@ Source: Qin et al. 2024, arXiv:2405.17381 (lightning attention).
 
 import torch
 
+from tandem.ops.rounding import Rounding
 from tandem.ops.ssd import ssd_prefill, ssd_update
 
 __all__ = ["linear_attention_prefill", "linear_attention_update"]
@@ -25,6 +26,7 @@ def linear_attention_prefill(
     slots: torch.Tensor,
     query_start: torch.Tensor,
     has_state: torch.Tensor,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """Scan of packed sequences from and to their slots.
 
@@ -36,11 +38,13 @@ def linear_attention_prefill(
         slots: int64 [S], distinct.
         query_start: int32 [S + 1], ascending from 0 to T.
         has_state: bool [S]; False starts from zeros whatever the slot holds.
+        rounding: how a 16-bit state is rounded; None to the nearest.
 
     Returns: o [T, H, V] in v.dtype. The slot of an empty sequence is neither read nor written.
     """
     dt = A.expand(len(v), -1)
-    return ssd_prefill(v, dt, A, k, q, None, state, slots, query_start, has_state, A, _STEP_ONE)
+    rows = (state, slots, query_start, has_state, A, _STEP_ONE)
+    return ssd_prefill(v, dt, A, k, q, None, *rows, rounding=rounding)
 
 
 def linear_attention_update(
@@ -50,9 +54,11 @@ def linear_attention_update(
     A: torch.Tensor,
     state: torch.Tensor,
     slots: torch.Tensor,
+    rounding: Rounding | None = None,
 ) -> torch.Tensor:
     """One token a row, state updated in its slot: q, k [S, H, K], v [S, H, V] → o [S, H, V].
 
     Else as `linear_attention_prefill`; the state of every row is live.
     """
-    return ssd_update(v, A.expand(len(v), -1), A, k, q, None, state, slots, A, _STEP_ONE)
+    dt = A.expand(len(v), -1)
+    return ssd_update(v, dt, A, k, q, None, state, slots, A, _STEP_ONE, rounding)

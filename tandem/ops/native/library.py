@@ -28,6 +28,8 @@ _SIGNATURES = {
     "tandem_ssd_prefill": "-:pffppi",
     "tandem_selective_scan_update": "-:p",
     "tandem_selective_scan_prefill": "-:ppp",
+    "tandem_delta_update": "-:p",
+    "tandem_delta_prefill": "-:ppp",
     "tandem_rms_norm": "-:iipipipppiif",
     "tandem_gated_rms_norm": "-:iipipippiiif",
     "tandem_silu_mul": "-:ipipii",

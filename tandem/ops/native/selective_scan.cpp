@@ -27,22 +27,6 @@ struct Scan {
 
 thread_local Scratch scan_scratch;
 
-// log(1 + exp(x)) = max(x, 0) + log(1 + u), u = exp(-|x|); log(1 + u) / u by the polynomial that
-// interpolates it at Chebyshev's points of [0, 1], to 2e-7. NaN stays NaN.
-INLINE f32x16 softplus16(f32x16 x) {
-  f32x16 u = exp16(x > 0.0f ? -x : x);
-  f32x16 p = splat(0.0051261018961668015f);
-  p = p * u - 0.029074065387248993f;
-  p = p * u + 0.0775160863995552f;
-  p = p * u - 0.13602247834205627f;
-  p = p * u + 0.19076880812644958f;
-  p = p * u - 0.2483539879322052f;
-  p = p * u + 0.3331812024116516f;
-  p = p * u - 0.4999944567680359f;
-  p = p * u + 0.9999999403953552f;
-  return (x > 0.0f ? x : splat(0.0f)) + u * p;
-}
-
 // ---- one token a row ----
 
 // Sixteen channels (or the last `count`) of one row. A vector holds states of one channel.

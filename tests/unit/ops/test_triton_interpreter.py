@@ -144,6 +144,12 @@ def test_delta_update(by_channel, floor):
     cases.check_delta_update(delta_rule, "cpu", 3, by_channel=by_channel, floor=floor, **DELTA)
 
 
+def test_delta_rule_rounds_fp16_state_at_random():
+    options = {"state_dtype": torch.float16, "is_random": True, **DELTA}
+    cases.check_delta_update(delta_rule, "cpu", 3, **options)
+    cases.check_delta_prefill(delta_rule, "cpu", [20, 0], [True, True], **options)
+
+
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "has_state"), [([5, 0, 20], [True, True, False]), ([1], [False]), ([33], [True])]
