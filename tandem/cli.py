@@ -372,7 +372,10 @@ def bench_faults(
 
 @bench_app.command("serve")
 def bench_serve(
-    url: Annotated[str, typer.Argument(help="server, as http://127.0.0.1:8000")],
+    urls: Annotated[
+        list[str],
+        typer.Argument(help="server, as http://127.0.0.1:8000; of several, workers take turns"),
+    ],
     isl: Annotated[int, typer.Option(help="tokens of each prompt")] = 1024,
     osl: Annotated[int, typer.Option(help="tokens of each answer")] = 128,
     concurrency: Annotated[
@@ -384,6 +387,9 @@ def bench_serve(
     max_token_id: Annotated[
         int, typer.Option(help="prompts are random ids below this; the vocabulary must have them")
     ] = 30000,
+    seed: Annotated[
+        int, typer.Option(help="of the prompts; the same one twice asks for them again")
+    ] = 0,
     model: Annotated[str | None, typer.Option(help="its name; default: the server's first")] = None,
     out: Annotated[str | None, typer.Option(help="file for the result so far, as JSON")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
@@ -404,7 +410,7 @@ def bench_serve(
         if out is not None:
             Path(out).write_text(json.dumps(result, indent=1))
 
-    result = run_serve(url, Load(isl, osl, requests, max_token_id, model), levels, save)
+    result = run_serve(urls, Load(isl, osl, requests, max_token_id, model, seed), levels, save)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ PAIRS = ((1, 1), (2, 2), (1, 2), (2, 1))
 # processes.
 _COPY_NBYTES = 256 << 20
 _PIECE_NBYTES = 8 << 20
+_NUM_COPIES = 20
 _MOVE_S = 60.0
 
 
@@ -47,6 +49,7 @@ class MoveRate:
     num_descriptors: int
     seconds: float
     best_s: float
+    thread_s: float  # median on the transfer thread alone, from post to found done
 
     @property
     def best_gbytes_per_s(self) -> float:
@@ -67,27 +70,53 @@ def measure_copy() -> float:
     return _PIECE_NBYTES / min(times)
 
 
+def measure_gpu_copy(source_gpu: int, target_gpu: int) -> float:
+    """Bytes a second of torch's own copy from one GPU to another: the best of some."""
+    import torch
+
+    source = torch.randint(256, (_COPY_NBYTES,), dtype=torch.uint8, device=f"cuda:{source_gpu}")
+    target = torch.zeros_like(source, device=f"cuda:{target_gpu}")
+    times = []
+    for _ in range(_NUM_COPIES):
+        torch.cuda.synchronize(source_gpu)
+        torch.cuda.synchronize(target_gpu)
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(source_gpu)
+        torch.cuda.synchronize(target_gpu)
+        times.append(time.perf_counter() - start)
+    return _COPY_NBYTES / min(times)
+
+
 def measure_moves(
-    model: ModelConfig, *, num_tokens: int, page_tokens: int, num_rounds: int
+    model: ModelConfig,
+    *,
+    num_tokens: int,
+    page_tokens: int,
+    num_rounds: int,
+    pairs: Sequence[tuple[int, int]] = PAIRS,
+    gpus: tuple[int, int] | None = None,
 ) -> tuple[list[MoveRate], float]:
     """Contiguous and scattered pages between each pair of sizes that the model divides by; and the
-    best rate of `measure_copy` beside them, in bytes a second.
+    best rate of `measure_copy` beside them, in bytes a second. `gpus`: those of source and
+    destination; without them, state lies in the host's memory.
 
     Raises: TransferError if a read fails or the sources do not start.
     """
     specs = {
-        tp: _specs(model, tp, page_tokens) for tp in sorted({tp for pair in PAIRS for tp in pair})
+        tp: _specs(model, tp, page_tokens) for tp in sorted({tp for pair in pairs for tp in pair})
     }
-    pairs = [pair for pair in PAIRS if all(specs[tp] for tp in pair)]
-    one = _geometry(specs[1][0], 1)
+    pairs = [pair for pair in pairs if all(specs[tp] for tp in pair)]
+    one = _geometry(next(found for found in specs.values() if found)[0], 1)
     # Room to leave every other page out, and the slot.
     num_slabs = one.slabs_for(2 * ceil_div(num_tokens, page_tokens), 2) + 1
     sizes = [tp for tp in specs if specs[tp]]
-    with _Sources([specs[tp] for tp in sizes], num_slabs) as sources:
+    copy = measure_copy if gpus is None else partial(measure_gpu_copy, *gpus)
+    with _Sources([specs[tp] for tp in sizes], num_slabs, gpus and gpus[0]) as sources:
         engines = dict(zip(sizes, sources.engines, strict=True))
-        rates, copies = [], [measure_copy()]
+        rates, copies = [], [copy()]
         for prefill_tp, decode_tp in pairs:
-            reader = _Reader(engines[prefill_tp], specs[decode_tp], num_slabs)
+            reader = _Reader(engines[prefill_tp], specs[decode_tp], num_slabs, gpus and gpus[1])
             try:
                 rates += [
                     reader.measure(placement, num_tokens, num_rounds)
@@ -95,7 +124,7 @@ def measure_moves(
                 ]
             finally:
                 reader.close()
-            copies.append(measure_copy())
+            copies.append(copy())
         return rates, max(copies)
 
 
@@ -121,9 +150,9 @@ def _geometry(spec: StateSpec, num_slabs: int) -> ArenaGeometry:
 class _Sources:
     """The process of the source ranks; `engines` are theirs, in the order of the specs."""
 
-    def __init__(self, engines: Sequence[list[StateSpec]], num_slabs: int) -> None:
+    def __init__(self, engines: Sequence[list[StateSpec]], num_slabs: int, gpu: int | None) -> None:
         answer, answer_fd = os.pipe()
-        settings = SourceSettings(list(engines), num_slabs, answer_fd)
+        settings = SourceSettings(list(engines), num_slabs, answer_fd, gpu)
         self._process = spawn("tandem.bench.source_ranks", settings, pass_fds=[answer_fd])
         os.close(answer_fd)
         with os.fdopen(answer, "rb") as pipe:
@@ -143,19 +172,24 @@ class _Sources:
 class _Reader:
     """All ranks of a destination, each with a thread and an agent."""
 
-    def __init__(self, sources: list[RankInfo], specs: list[StateSpec], num_slabs: int) -> None:
+    def __init__(
+        self, sources: list[RankInfo], specs: list[StateSpec], num_slabs: int, gpu: int | None
+    ) -> None:
         self._sources = sources
         self._geometry = _geometry(specs[0], num_slabs)
         self._peer = PeerInfo(
             f"P{len(sources)}", "bench", "tcp://127.0.0.1:0", current_process(), tuple(sources)
         )
-        self._ranks = [BenchRank(spec, num_slabs) for spec in specs]
-        self._movers = [RankMover(NixlAgent("bench-D"), rank.layout) for rank in self._ranks]
+        self._ranks = [BenchRank(spec, num_slabs, gpu) for spec in specs]
+        on_start = None if gpu is None else partial(_use_gpu, gpu)
+        self._movers = [
+            RankMover(NixlAgent("bench-D"), rank.layout, on_start=on_start) for rank in self._ranks
+        ]
         for mover in self._movers:
             mover.add_peer(self._peer)
 
     def measure(self, placement: str, num_tokens: int, num_rounds: int) -> MoveRate:
-        times, events = [], []
+        times, thread_times, events = [], [], []
         for index in range(num_rounds + 1):
             command = self._command(f"{placement}-{index}", placement, num_tokens)
             start = time.perf_counter()
@@ -164,6 +198,7 @@ class _Reader:
             events = [_wait(mover) for mover in self._movers]
             if index:  # the first one connects
                 times.append(time.perf_counter() - start)
+                thread_times.append(max(event.seconds for event in events))
         return MoveRate(
             prefill_tp=len(self._sources),
             decode_tp=len(self._movers),
@@ -172,6 +207,7 @@ class _Reader:
             num_descriptors=sum(event.num_descriptors for event in events),
             seconds=statistics.median(times),
             best_s=min(times),
+            thread_s=statistics.median(thread_times),
         )
 
     def _command(self, request_id: str, placement: str, num_tokens: int) -> MoveCommand:
@@ -191,6 +227,12 @@ class _Reader:
     def close(self) -> None:
         for mover in self._movers:
             mover.close()
+
+
+def _use_gpu(gpu: int) -> None:
+    import torch
+
+    torch.cuda.set_device(gpu)
 
 
 def _pages(geometry: ArenaGeometry, placement: str, num_tokens: int, seed: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -151,16 +151,20 @@ def _body(load: Load, model: str, index: int) -> bytes:
 
 
 async def _closed_loop(
-    endpoint: Endpoint, load: Load, model: str, concurrency: int, serial: "itertools.count[int]"
+    endpoints: list[Endpoint],
+    load: Load,
+    model: str,
+    concurrency: int,
+    serial: "itertools.count[int]",
 ) -> list[Answer]:
-    """Answers of all requests; the first failure ends the loop."""
+    """Answers of all requests; the first failure ends the loop. Workers take turns at servers."""
     num_requests = max(concurrency, load.num_requests or 4 * concurrency)
     # Made before the clock runs.
     bodies = iter([_body(load, model, next(serial)) for _ in range(num_requests)])
     answers: list[Answer] = []
-    path = f"{endpoint.path}/v1/completions"
 
-    async def work() -> None:
+    async def work(endpoint: Endpoint) -> None:
+        path = f"{endpoint.path}/v1/completions"
         stream: HttpStream | None = None
         try:
             for body in bodies:
@@ -172,40 +176,45 @@ async def _closed_loop(
                 stream.close()
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(work())
+        for index in range(concurrency):
+            group.create_task(work(endpoints[index % len(endpoints)]))
     return answers
 
 
 def run_serve(
-    url: str,
+    urls: Sequence[str],
     load: Load,
     concurrencies: list[int],
     on_result: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure each concurrency in turn, behind one request that is not counted.
+    """Measure each concurrency in turn, behind a request to each server that is not counted.
+
+    Args:
+        urls: servers of the same model, which share the workers equally.
+        on_result: called with the result so far, after each concurrency.
 
     Raises: ConfigError, RequestError for a refusal, PeerLostError when nobody answers.
     """
-    endpoint = parse_url(url)
+    endpoints = [parse_url(url) for url in urls]
     if load.max_token_id < 4:
         raise ConfigError(f"max_token_id={load.max_token_id}; expected at least 4")
 
     async def measure() -> dict[str, Any]:
-        model = load.model or await _model_name(endpoint)
+        model = load.model or await _model_name(endpoints[0])
         serial = itertools.count()
-        warm = Load(load.num_in, load.num_out, 1, load.max_token_id, model, load.seed + 1)
-        await _closed_loop(endpoint, warm, model, 1, itertools.count())
+        num_warm = len(endpoints)
+        warm = Load(load.num_in, load.num_out, num_warm, load.max_token_id, model, load.seed + 1)
+        await _closed_loop(endpoints, warm, model, num_warm, itertools.count())
         rows: list[dict[str, Any]] = []
         result = {
-            "url": url,
+            "urls": list(urls),
             "model": model,
             "num_in": load.num_in,
             "num_out": load.num_out,
             "rows": rows,
         }
         for concurrency in concurrencies:
-            answers = await _closed_loop(endpoint, load, model, concurrency, serial)
+            answers = await _closed_loop(endpoints, load, model, concurrency, serial)
             rows.append(summarize(concurrency, answers))
             if on_result is not None:
                 on_result(result)
@@ -215,9 +224,11 @@ def run_serve(
         return asyncio.run(measure())
     except* OSError as group:
         error = _first(group)
-        raise PeerLostError(f"{url}: {type(error).__name__}: {error}; is a server there?") from None
+        raise PeerLostError(
+            f"{' '.join(urls)}: {type(error).__name__}: {error}; is a server there?"
+        ) from None
     except* RequestError as group:
-        raise RequestError(f"{url}: {_first(group)}") from None
+        raise RequestError(f"{' '.join(urls)}: {_first(group)}") from None
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

@@ -5,10 +5,10 @@ Run by bench/move_rates.py; writes the layouts of its ranks to a pipe and stays 
 
 import os
 import threading
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from tandem.engine.child import read_settings
 from tandem.state.arena import build_geometry
@@ -21,27 +21,44 @@ _ALIGNMENT = 4096
 
 
 class SourceSettings(msgspec.Struct, frozen=True):
-    """Engines to stand for: the specs of each one's ranks. `answer_fd`: a pipe's end."""
+    """Engines to stand for: the specs of each one's ranks. `answer_fd`: a pipe's end. `gpu`: whose
+    memory, or the host's."""
 
     engines: list[list[StateSpec]]
     num_slabs: int
     answer_fd: int
+    gpu: int | None = None
 
 
 class BenchRank:
     """An arena that is written once, so that no page of it is missing when it is read."""
 
-    def __init__(self, spec: StateSpec, num_slabs: int) -> None:
+    def __init__(self, spec: StateSpec, num_slabs: int, gpu: int | None = None) -> None:
         geometry = build_geometry(
             page_tokens=spec.page_tokens,
             page_nbytes=spec.page_nbytes,
             slot_nbytes=spec.slot_nbytes,
             num_slabs=num_slabs,
         )
-        raw = np.full(geometry.arena_nbytes + _ALIGNMENT, spec.rank + 1, dtype=np.uint8)
-        skip = -raw.ctypes.data % _ALIGNMENT
-        self.buffer: npt.NDArray[np.uint8] = raw[skip : skip + geometry.arena_nbytes]
-        self.layout = RankLayout(self.buffer.ctypes.data, spec, geometry)
+        nbytes = geometry.arena_nbytes + _ALIGNMENT
+        if gpu is None:
+            self.buffer: Any = np.full(nbytes, spec.rank + 1, dtype=np.uint8)
+            address = self.buffer.ctypes.data
+        else:
+            import torch  # slow to import, and of no use without a GPU
+
+            torch.cuda.set_device(gpu)
+            # Random: zeros cost a GPU less to move.
+            self.buffer = torch.randint(256, (nbytes,), dtype=torch.uint8, device=f"cuda:{gpu}")
+            torch.cuda.synchronize(gpu)
+            address = self.buffer.data_ptr()
+        self.layout = RankLayout(
+            address + -address % _ALIGNMENT,
+            spec,
+            geometry,
+            memory="DRAM" if gpu is None else "VRAM",
+            device_id=gpu or 0,
+        )
 
 
 def main() -> None:
@@ -49,7 +66,7 @@ def main() -> None:
     kept: list[tuple[BenchRank, PassiveRank]] = []
     engines: list[list[RankInfo]] = []
     for specs in settings.engines:
-        ranks = [BenchRank(spec, settings.num_slabs) for spec in specs]
+        ranks = [BenchRank(spec, settings.num_slabs, settings.gpu) for spec in specs]
         sources = [PassiveRank(NixlAgent("bench-P"), rank.layout) for rank in ranks]
         kept += zip(ranks, sources, strict=True)
         engines.append([source.info for source in sources])

@@ -192,12 +192,16 @@ class Worker:
             device_id=(self._device.index or 0) if is_cuda else 0,
         )
         agent = NixlAgent(agent_name)
+        # UCX copies in the context of the thread that posts.
+        on_start = (lambda: torch.cuda.set_device(self._device)) if is_cuda else None
         if not options.is_mover:
             self._passive = PassiveRank(agent, layout)
         elif options.role == "decode":
-            self._mover = RankMover(agent, layout)
+            self._mover = RankMover(agent, layout, on_start=on_start)
         else:
-            self._mover = RankMover(agent, layout, operation=Operation.WRITE, specs=specs)
+            self._mover = RankMover(
+                agent, layout, operation=Operation.WRITE, specs=specs, on_start=on_start
+            )
 
     @property
     def rank_info(self) -> RankInfo | None:

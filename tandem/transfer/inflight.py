@@ -167,8 +167,8 @@ class InFlight:
     num_descriptors: int = 0
     num_slot_descriptors: int = 0
     seconds: float = 0.0
+    start: float = 0.0  # of the clock time.monotonic
     _transfers: list[_Transfer] = field(default_factory=list)
-    _start: float = 0.0
     _next_death_check: float = 0.0
     _death_seen: float | None = None
 
@@ -177,8 +177,8 @@ class InFlight:
         kept in `error`: wrong ids of the peer, or the transport's (`has_transport_failed`): then
         the link must be made anew."""
         self.link.num_parts += 1
-        self._start = time.monotonic()
-        self._next_death_check = self._start + _DEATH_CHECK_S
+        self.start = time.monotonic()
+        self._next_death_check = self.start + _DEATH_CHECK_S
         agent, command = self.link.agent, self.command
         src = Placement(command.src_pages, command.src_slot)
         dst = Placement(command.dst_pages, command.dst_slot)
@@ -243,7 +243,7 @@ class InFlight:
 
     def finish(self) -> None:
         """Release the handles that have ended and the hold on the peer."""
-        self.seconds = time.monotonic() - self._start
+        self.seconds = time.monotonic() - self.start
         for transfer in self._transfers:
             # A handle that never ends, of a dead process, is left to the agent: releasing it is
             # undefined in NIXL.

@@ -25,6 +25,8 @@ __all__ = ["MoveCommand", "MoveEvent", "RankMover"]
 log = get_logger(__name__)
 
 _POLL_S = 200e-6
+# Between GPUs a prompt's state moves in less time than a thread sleeps at least.
+_SPIN_S = 1e-3
 _QUARANTINE_POLL_S = 10e-3
 # Peers that stay connected; of those beyond, the one met first is met anew when it is needed.
 _MAX_LINKS = 64
@@ -44,9 +46,11 @@ class RankMover:
         *,
         operation: Operation = Operation.READ,
         specs: Sequence[StateSpec] = (),
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         """Registers the arena of `layout`; it must live as long as the process. `specs`: of all
-        ranks of this engine, in rank order; only who writes needs them.
+        ranks of this engine, in rank order; only who writes needs them. `on_start` is called on the
+        transfer thread first, to choose its device.
 
         Raises: TransferError if it cannot be registered.
         """
@@ -58,6 +62,7 @@ class RankMover:
         self._layout = layout
         self._operation = operation
         self._specs = specs
+        self._on_start = on_start
         # No metadata: peers need not reach into the arena of a rank that moves everything itself.
         self.info = RankInfo(layout.spec.rank, agent.name, b"", layout, current_process())
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -126,6 +131,8 @@ class RankMover:
         self._close_deadline = deadline
 
     def _run(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
         while not (
             self._is_closing and (not self._parts or time.monotonic() > self._close_deadline)
         ):
@@ -146,6 +153,8 @@ class RankMover:
             wait_s = 0.0 if self._is_closing else None
         elif all(part.is_given_up for part in self._parts.values()):
             wait_s = _QUARANTINE_POLL_S
+        elif time.monotonic() < max(part.start for part in self._parts.values()) + _SPIN_S:
+            wait_s = 0.0
         else:
             wait_s = _POLL_S
         try:

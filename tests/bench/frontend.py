@@ -99,7 +99,7 @@ def main() -> None:
         load = Load(arguments.isl, arguments.osl, 2 * arguments.concurrency, 30000)
         pids = {"client": os.getpid(), **{item.name: item.pid for item in processes}}
         before = {name: _cpu_s(pid) for name, pid in pids.items()}
-        result = run_serve(urls[-1], load, [arguments.concurrency])
+        result = run_serve([urls[-1]], load, [arguments.concurrency])
         row = result["rows"][0]
         num_tokens = row["num_requests"] * arguments.osl
         out: dict[str, Any] = {"tok/s": round(row["output_tokens_per_s"])}

@@ -29,7 +29,7 @@ def test_each_concurrency_sends_its_requests_and_counts_their_tokens(
 ) -> None:
     engine, url = server
     saved: list[int] = []
-    result = run_serve(url, LOAD, [1, 3], lambda found: saved.append(len(found["rows"])))
+    result = run_serve([url], LOAD, [1, 3], lambda found: saved.append(len(found["rows"])))
     assert saved == [1, 2]
     assert result["model"] == MODEL
     assert [row["concurrency"] for row in result["rows"]] == [1, 3]
@@ -66,7 +66,7 @@ def test_no_more_requests_run_at_once_than_was_asked(server: tuple[ScriptedEngin
             yield delta
 
     engine.generate = watched  # type: ignore[method-assign]
-    (row,) = run_serve(url, LOAD, [4])["rows"]
+    (row,) = run_serve([url], LOAD, [4])["rows"]
     assert 1 < most <= 4
     # Events arrive as they are made, on kept connections too: not all at the end.
     assert row["tpot_ms"]["p50"] >= 4
@@ -76,14 +76,14 @@ def test_a_refusal_is_told_in_the_servers_words(server: tuple[ScriptedEngine, st
     engine, url = server
     engine.refuse = RequestError("too long for us", "prompt")
     with pytest.raises(RequestError, match=r"http://.*answered 400.*too long for us"):
-        run_serve(url, LOAD, [1])
+        run_serve([url], LOAD, [1])
 
 
 def test_a_stream_that_breaks_off_is_no_answer(server: tuple[ScriptedEngine, str]) -> None:
     engine, url = server
     engine.fail_after = 3
     with pytest.raises(RequestError, match="error"):
-        run_serve(url, LOAD, [1])
+        run_serve([url], LOAD, [1])
 
 
 def test_an_answer_of_another_length_is_refused(
@@ -94,20 +94,20 @@ def test_an_answer_of_another_length_is_refused(
     shorter = replace(LOAD, num_out=3)
     monkeypatch.setattr(serve, "_body", lambda load, model, index: body(shorter, model, index))
     with pytest.raises(RequestError, match="an answer has 3 tokens; expected 5"):
-        run_serve(server[1], LOAD, [1])
+        run_serve([server[1]], LOAD, [1])
 
 
 def test_nobody_there_is_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(PeerLostError, match="is a server there"):
-            run_serve(f"http://127.0.0.1:{taken.getsockname()[1]}", LOAD, [1])
+            run_serve([f"http://127.0.0.1:{taken.getsockname()[1]}"], LOAD, [1])
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "https://a", "http://", "http://a:99999"])
 def test_other_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
-        run_serve(url, LOAD, [1])
+        run_serve([url], LOAD, [1])
 
 
 def test_an_address_may_end_as_clients_write_it() -> None:
