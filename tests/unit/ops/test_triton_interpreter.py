@@ -185,7 +185,12 @@ def test_delta_prefill_in_chunks_of_several_blocks(tokens, sub_tokens, by_channe
 
 @pytest.mark.parametrize(
     ("lengths", "has_state"),
-    [([5, 0, 40], [True, True, False]), ([33], [False]), ([1, 1], None)],
+    [
+        ([5, 0, 140], [True, True, False]),  # the last in segments
+        ([70, 3], [True, True]),
+        ([33], [False]),
+        ([1, 1], None),
+    ],
 )
 def test_rg_lru(lengths, has_state):
     cases.check_rg_lru(rg_lru, "cpu", lengths, has_state, dtype=torch.float32, blocks=3, width=7)
