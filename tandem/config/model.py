@@ -57,6 +57,7 @@ class AttentionConfig:
         q_proj gives each head's query, then its gate.
     has_out_bias: None: as `has_bias`.
     window: a token sees so many tokens, itself among them; None: all before it.
+    input_size: width of what queries, keys and values come from; None: the hidden size.
     """
 
     kind: ClassVar[str] = "attention"
@@ -71,6 +72,7 @@ class AttentionConfig:
     has_gate: bool = False
     has_out_bias: bool | None = None
     window: int | None = None
+    input_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -230,10 +232,29 @@ class RgLruConfig:
 
 
 @dataclass(frozen=True)
+class SharedBlockConfig:
+    """Attention and an MLP with shared weights in front of a mixer (Zamba).
+
+    block: which of the shared blocks. owns_weights: this layer is the first of those that use it.
+    attention_rank, mlp_rank: of what each use adds to the shared projections; None for nothing.
+    """
+
+    kind: ClassVar[str] = "shared_block"
+    block: int
+    owns_weights: bool
+    attention: AttentionConfig
+    mlp: "MlpConfig"
+    mixer: Mamba1Config | Mamba2Config
+    norm_eps: float
+    attention_rank: int | None = None
+    mlp_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class MlpConfig:
     kind: ClassVar[str] = "mlp"
     intermediate_size: int
-    activation: str  # "relu2" (up, down), "silu_gated" or "gelu_gated" (gate, up, down)
+    activation: str  # "relu2" (up, down) or gated (gate, up, down): silu_, gelu_ or gelu_tanh_gated
     has_bias: bool
 
 

@@ -24,17 +24,18 @@ class Attention:
         heads = (first * head_dim, last * head_dim)
         kv = (kv_heads.start * head_dim, kv_heads.stop * head_dim)
         hidden, width = context.hidden_size, config.num_heads * head_dim
+        in_size = config.input_size or hidden
         kv_width = config.num_kv_heads * head_dim
         # Rows of q_proj on disk, with a gate:  | q of head 0 | gate of head 0 | q of head 1 | ...
         q_width = 2 * width if config.has_gate else width
         queries, gates = _query_rows(config, first, last)
         projections = [
-            linear("q_proj", q_width, hidden, has_bias, dtype, rows=queries),
-            linear("k_proj", kv_width, hidden, has_bias, dtype, rows=[kv]),
-            linear("v_proj", kv_width, hidden, has_bias, dtype, rows=[kv]),
+            linear("q_proj", q_width, in_size, has_bias, dtype, rows=queries),
+            linear("k_proj", kv_width, in_size, has_bias, dtype, rows=[kv]),
+            linear("v_proj", kv_width, in_size, has_bias, dtype, rows=[kv]),
         ]
         if config.has_gate:
-            projections.append(linear("q_proj", q_width, hidden, has_bias, dtype, rows=gates))
+            projections.append(linear("q_proj", q_width, in_size, has_bias, dtype, rows=gates))
         has_out_bias = has_bias if config.has_out_bias is None else config.has_out_bias
         weights = {
             **fused("qkv", projections),
@@ -77,8 +78,17 @@ class Attention:
             )
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        kv = batch.state[self._layer]["kv"]
-        heads = self._qkv(hidden).unflatten(1, (-1, self._head_dim))
+        return self.attend(self.project(hidden), batch, batch.state[self._layer]["kv"])
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys, values and gates of this rank's heads, [T, H * D]."""
+        return self._qkv(hidden)
+
+    def attend(
+        self, projected: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
+    ) -> torch.Tensor:
+        """`projected`: as of `project`.    `kv`: the pages of the layer that asks."""
+        heads = projected.unflatten(1, (-1, self._head_dim))
         q, k, v, *gate = heads.split(self._sizes, dim=1)  # views [T, H, D]
         if self._head_norms is not None:
             q_weight, k_weight = self._head_norms

@@ -1,6 +1,7 @@
 """What a layer knows of the model around it when it is declared and built."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class LayerContext:
     """`layer`: index of the decoder layer, key of its state. `dtype`: of weights and activations.
 
     `name` is how errors call the part, e.g. "layer 3 mamba2". `norm_offset`: see `ModelConfig`.
+    `shared`: of all layers of a model, what later ones find of earlier ones.
     `rounds_at_random`: of a 16-bit state.
     """
 
@@ -32,6 +34,7 @@ class LayerContext:
     tp: TensorParallel
     rotary: "RotaryTables"
     norm_offset: float = 0.0
+    shared: dict[int, Any] = field(default_factory=dict)
     rounds_at_random: bool = False
 
     def rounding(self, positions: torch.Tensor) -> Rounding | None:

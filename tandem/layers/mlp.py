@@ -41,5 +41,13 @@ class Mlp:
         """This rank's part of the sum over ranks."""
         return self._down.partial(activate(self._up(hidden), self._activation))
 
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's inner channels before the activation: gate, then up, where there are both."""
+        return self._up(hidden)
+
+    def finish(self, up: torch.Tensor) -> torch.Tensor:
+        """`up`: as of `project`."""
+        return self._down(activate(up, self._activation))
+
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        return self._down(activate(self._up(hidden), self._activation))
+        return self.finish(self.project(hidden))

@@ -21,6 +21,7 @@ from tandem.config.model import (
     ModelConfig,
     MoeConfig,
     RgLruConfig,
+    SharedBlockConfig,
     ShortConvConfig,
 )
 from tandem.layers.attention import Attention
@@ -37,6 +38,7 @@ from tandem.layers.mlp import Mlp
 from tandem.layers.moe import Moe
 from tandem.layers.parallel import TensorParallel
 from tandem.layers.rg_lru import RgLru
+from tandem.layers.shared_block import SharedBlock
 from tandem.layers.short_conv import ShortConv
 from tandem.layers.weight import Tensors, Weight, norm_weight
 from tandem.models.family import Branch, Family
@@ -57,6 +59,7 @@ LAYERS: dict[type, Any] = {
     LinearAttentionConfig: LinearAttention,
     RgLruConfig: RgLru,
     AttentionConfig: Attention,
+    SharedBlockConfig: SharedBlock,
     LatentAttentionConfig: LatentAttention,
     MlpConfig: Mlp,
     MoeConfig: Moe,
@@ -76,13 +79,17 @@ class _Step:
     norm: torch.Tensor | None
     post_norm: torch.Tensor | None
     residual_scale: float | None
-    layers: tuple[Layer, ...]
+    sees_embedded: bool
+    layers: tuple[Any, ...]  # each a `Layer`
 
-    def run(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def run(
+        self, hidden: torch.Tensor, batch: ForwardBatch, embedded: torch.Tensor
+    ) -> torch.Tensor:
         """The sum of the branches, each of the same input."""
-        out = self.layers[0](hidden, batch)
+        inputs = (hidden, batch, embedded) if self.sees_embedded else (hidden, batch)
+        out: torch.Tensor = self.layers[0](*inputs)
         for layer in self.layers[1:]:
-            out = out + layer(hidden, batch)
+            out = out + layer(*inputs)
         return out
 
 
@@ -148,6 +155,7 @@ class Decoder:
                 tensors.pop(f"part{index}.norm", None),
                 tensors.pop(f"part{index}.post_norm", None),
                 part.residual_scale,
+                part.sees_embedded,
                 tuple(layers[index]),
             )
             for index, part in enumerate(family.parts(config))
@@ -158,12 +166,13 @@ class Decoder:
         hidden = self._embedding(batch.token_ids)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
+        embedded = hidden
         residual: torch.Tensor | None = None
         for step in self._steps:
             hidden, residual = self._enter(hidden, residual, step.norm)
             if step.residual_scale is not None:
                 residual = hidden * step.residual_scale
-            hidden = step.run(hidden, batch)
+            hidden = step.run(hidden, batch, embedded)
             if step.post_norm is not None:
                 hidden = rms_norm(hidden, step.post_norm, self._eps)
         return self._enter(hidden, residual, self._final_norm)[0]
@@ -196,6 +205,7 @@ def _branches(
 ) -> Iterator[tuple[int, str, Branch, LayerContext]]:
     """Number of the part, key, branch and context of each branch in order."""
     rotary = RotaryTables(config.max_position, device)
+    shared: dict[int, Any] = {}
     for index, part in enumerate(family.parts(config)):
         for place, branch in enumerate(part.branches):
             yield (
@@ -211,6 +221,7 @@ def _branches(
                     tp=tp,
                     rotary=rotary,
                     norm_offset=config.norm_offset,
+                    shared=shared,
                     rounds_at_random=config.state_rounding == "stochastic",
                 ),
             )

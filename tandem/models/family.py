@@ -52,6 +52,7 @@ class Part:
 
     `layer` is the index in the model's config; norms are checkpoint names below the family's own
     prefix, None where there is none. `residual_scale`: not x but norm(x), times this, goes on.
+    `sees_embedded`: its branches get the embedded tokens too.
     """
 
     layer: int
@@ -59,6 +60,7 @@ class Part:
     norm: str | None
     post_norm: str | None = None
     residual_scale: float | None = None
+    sees_embedded: bool = False
 
 
 def pre_normed(

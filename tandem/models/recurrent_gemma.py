@@ -37,7 +37,7 @@ def _read(keys: Keys) -> ModelConfig:
         window=keys.integer("attention_window_size", default=2048),
     )
     # The file names twice the size: that of gate and up together.
-    mlp = MlpConfig(keys.integer("intermediate_size", minimum=2) // 2, "gelu_gated", True)
+    mlp = MlpConfig(keys.integer("intermediate_size", minimum=2) // 2, "gelu_tanh_gated", True)
     recurrence = _recurrence(keys)
     pattern = read_layer_names(keys, ("block_types",), _BLOCK_TYPES)
     layers = []

@@ -30,6 +30,7 @@ from tandem.models.qwen3_next import (
     QWEN3_NEXT,
 )
 from tandem.models.recurrent_gemma import RECURRENT_GEMMA
+from tandem.models.zamba import ZAMBA, ZAMBA2
 
 # By model_type of config.json.
 FAMILIES: dict[str, Family] = {
@@ -57,6 +58,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_next": QWEN3_NEXT,
     "recurrent_gemma": RECURRENT_GEMMA,
+    "zamba": ZAMBA,
+    "zamba2": ZAMBA2,
 }
 
 

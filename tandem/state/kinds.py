@@ -17,6 +17,7 @@ from tandem.config.model import (
     Mamba1Config,
     Mamba2Config,
     RgLruConfig,
+    SharedBlockConfig,
     ShortConvConfig,
 )
 
@@ -49,6 +50,14 @@ def _latent_attention(
     """One row a token, on every rank: all heads read it."""
     width = mixer.latent_size + mixer.rope_dim
     return (Component("latent", 1, (1, width), dtype, per_token=True),)
+
+
+def _shared_block(mixer: SharedBlockConfig, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    """Each use of shared attention has its own keys and values."""
+    return (
+        *components_of(mixer.attention, dtype, state_dtype),
+        *components_of(mixer.mixer, dtype, state_dtype),
+    )
 
 
 def _mamba2(mixer: Mamba2Config, dtype: str, state_dtype: str) -> tuple[Component, ...]:
@@ -117,6 +126,7 @@ KINDS: dict[str, ComponentsOf] = {
     "latent_attention": _latent_attention,
     "mamba1": _mamba1,
     "mamba2": _mamba2,
+    "shared_block": _shared_block,
     "short_conv": _short_conv,
     "gated_delta": _gated_delta,
     "kimi_delta": _kimi_delta,

@@ -22,10 +22,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return choose("activation", reference, gate_up).silu_mul(gate_up)
 
 
-def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_mul(gate_up: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
     """gelu(gate) * up of [..., 2 I] → [..., I]; see `reference.gelu_mul`, which runs everywhere:
-    one family of models uses it."""
-    return reference.gelu_mul(gate_up)
+    few models use it."""
+    return reference.gelu_mul(gate_up, is_tanh)
 
 
 def is_gated(activation: str) -> bool:
@@ -34,14 +34,15 @@ def is_gated(activation: str) -> bool:
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """`relu2` for "relu2", `silu_mul` for "silu_gated", `gelu_mul` for "gelu_gated"; raises
-    ShapeError for any other name."""
+    """`relu2` for "relu2", `silu_mul` for "silu_gated", `gelu_mul` for "gelu_gated"
+    and "gelu_tanh_gated"; raises ShapeError for any other name."""
     if activation == "relu2":
         return relu2(x)
     if activation == "silu_gated":
         return silu_mul(x)
-    if activation == "gelu_gated":
-        return gelu_mul(x)
+    if activation in ("gelu_gated", "gelu_tanh_gated"):
+        return gelu_mul(x, activation == "gelu_tanh_gated")
     raise ShapeError(
-        f"activation={activation!r} is unknown; use 'relu2', 'silu_gated' or 'gelu_gated'"
+        f"activation={activation!r} is unknown; use 'relu2', 'silu_gated', 'gelu_gated' or "
+        "'gelu_tanh_gated'"
     )

@@ -18,10 +18,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up of [..., 2 I], the gate in the first half, by tanh → [..., I].
+def gelu_mul(gate_up: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
+    """gelu(gate) * up of [..., 2 I], the gate in the first half → [..., I].
+
+    `is_tanh`: gelu by tanh, which is not quite the same.
 
     Source: Shazeer 2020, arXiv:2002.05202 (GEGLU); Hendrycks & Gimpel 2016, arXiv:1606.08415.
     """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up

@@ -267,7 +267,62 @@ _LATENT: dict[str, Any] = {
     "topk_group": 2,
 }
 
+
+def _prepare_zamba(model: Any) -> None:
+    """A tied head repeats tokens where embeddings drown the layers; and transformers clamps steps
+    from below in prefill alone, by a value for initialisation."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.1)
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+
+
+_ZAMBA: dict[str, Any] = {
+    **_HEADS,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 4,
+}
+_ZAMBA2: dict[str, Any] = {
+    **_ZAMBA,
+    # Nothing norms what a block adds: larger weights let rounding grow from use to use.
+    "initializer_range": 0.1,
+    "num_hidden_layers": 7,
+    "n_mamba_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 2,
+    "chunk_size": 16,
+    "num_mem_blocks": 2,
+    "adapter_rank": 8,
+    "layers_block_type": ["hybrid", _LINEAR, "hybrid", "hybrid", _LINEAR, "hybrid", "hybrid"],
+}
+
 CASES: dict[str, Case] = {
+    "zamba": Case(
+        "ZambaConfig",
+        "ZambaForCausalLM",
+        {
+            **_ZAMBA,
+            "n_mamba_heads": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "layers_block_type": [_LINEAR, _LINEAR, "hybrid", _LINEAR, "hybrid", "hybrid"],
+        },
+        prepare=_prepare_zamba,
+    ),
+    "zamba2": Case(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {**_ZAMBA2, "use_mem_rope": True},
+        prepare=_prepare_zamba,
+    ),
+    "zamba2_adapters": Case(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {**_ZAMBA2, "use_shared_attention_adapter": True, "add_bias_linear": True},
+        prepare=_prepare_zamba,
+    ),
     "kimi_linear": Case(
         "KimiLinearConfig",
         "KimiLinearForCausalLM",
