@@ -74,19 +74,22 @@ SAMPLINGS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory):
+    return Rank(save_tiny("nemotron_h_moe", tmp_path_factory.mktemp("rank")), [2, 4], "cuda")
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("fields", SAMPLINGS, ids=str)
-def test_to_start_a_step_waits_for_nothing_on_the_device(fields, tmp_path):
+def test_to_start_a_step_waits_for_nothing_on_the_device(rank, fields):
     """Else the host could not plan a step while the one before runs: any hidden wait raises."""
-    rank = Rank(save_tiny("nemotron_h_moe", tmp_path), [2, 4], "cuda")
     names = ("a", "ccc", "e")
 
-    def start(round_number):
+    def start():
         pending = []
         for name in names:
             plan = rank.prefill(name, SamplingParams(seed=1, **fields))
-            if round_number:
-                plan.forget.append(name)
+            plan.forget.append(name)  # of the test before
             pending.append(rank.runner.submit(plan))
         for step in range(3):
             rows = [(name, LENGTHS[name] + step, PENDING_TOKEN if step else 9) for name in names]
@@ -96,10 +99,10 @@ def test_to_start_a_step_waits_for_nothing_on_the_device(fields, tmp_path):
             pending.append(rank.runner.submit(plan))
         return pending
 
-    [step.result() for step in start(0)]  # compiled, and memory taken
+    [step.result() for step in start()]  # compiled, and memory taken
     try:
         torch.cuda.set_sync_debug_mode("error")
-        pending = start(1)
+        pending = start()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [len(step.result().samples) for step in pending] == [1, 1, 1, 3, 3, 2]
