@@ -4,6 +4,7 @@ A program owns a run of channels of one window. So that no program reads a windo
 writes, the program of a sequence's first tokens alone reads it and leaves the new one.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +42,9 @@ def conv1d_prefill(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not len(x):
         return y
-    tokens, channels = 16, _channel_tile(windows, 256)
+    channels = _channel_tile(windows, 256)
+    # Short batches need many programs, long ones few inputs that two programs read.
+    tokens = 16 if len(x) <= 2048 else 64
     arguments = _window_arguments(windows, channels)
     grid = (_num_channel_tiles(windows, channels), num_tiles(len(x), len(slots), tokens))
     conv1d_prefill_kernel[grid](
@@ -59,11 +62,13 @@ def conv1d_prefill(
         HAS_BIAS=bias is not None,
         HAS_SILU=_has_silu(activation),
         BT=tokens,
+        BU=4,
         BC=channels,
         BW=triton.next_power_of_2(weight.shape[1] - 1),
         BV=triton.next_power_of_2(weight.shape[1]),
         BR=row_tile(len(slots)),
-        num_warps=4,
+        ALIGNED=math.gcd(16, *(window.shape[1] for window in windows)),
+        num_warps=2,
     )
     return y
 
@@ -216,6 +221,11 @@ def _tap(b_weight, tap: tl.constexpr, BV: tl.constexpr):
     return tl.sum(tl.where((tl.arange(0, BV) == tap)[None, :], b_weight, 0.0), 1)
 
 
+@triton.jit
+def _silu(b_y):
+    return b_y / (1.0 + tl.exp2(b_y * -1.4426950408889634))
+
+
 @kernel
 def conv1d_prefill_kernel(
     p_x,
@@ -243,12 +253,17 @@ def conv1d_prefill_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SILU: tl.constexpr,
     BT: tl.constexpr,
+    BU: tl.constexpr,
     BC: tl.constexpr,
     BW: tl.constexpr,
     BV: tl.constexpr,
     BR: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """BT tokens of one sequence, BC channels of one window."""
+    """BT tokens of one sequence, BC channels of one window; each input is read once.
+
+    ALIGNED: a divisor of the channels of every window.
+    """
     i_row, i_t = find_tile(p_query_start, num_rows, tl.program_id(1), BT, BR)
     if i_row >= num_rows:
         return
@@ -261,57 +276,66 @@ def conv1d_prefill_kernel(
     num_channels: tl.constexpr = C0 + C1 + C2 + C3
     o_c = i_c * BC + tl.arange(0, BC)  # in the window
     m_c = o_c < size
-    o_x = first + o_c  # in x
-    p_x += start * x_token
-    p_y += start * num_channels
+    # Without the hint, loads would be of one channel each.
+    o_x = tl.multiple_of(first, ALIGNED) + o_c  # in x
+    p_x += start * x_token + o_x
+    p_y += start * num_channels + o_x
     b_bias = tl.zeros([BC], tl.float32)
     if HAS_BIAS:
         b_bias += tl.load(p_bias + o_x, mask=m_c, other=0.0).to(tl.float32)
-    o_t = i_t * BT + tl.arange(0, BT)
-    # The first W - 1 tokens need the window: they are a tile of their own, below.
-    m_y = ((o_t >= W - 1) & (o_t < length))[:, None] & m_c[None, :]
     b_weight = _load_weight(p_weight, o_x, m_c, W, BV)
-    b_y = tl.zeros([BT, BC], tl.float32) + b_bias[None, :]
+    weights = tl.tuple(())
     for tap in tl.static_range(W):
-        o_s = (o_t - (W - 1) + tap).to(tl.int64)
-        b_x = tl.load(p_x + o_s[:, None] * x_token + o_x[None, :], mask=m_y, other=0.0)
-        b_y += b_x.to(tl.float32) * _tap(b_weight, tap, BV)[None, :]
-    if HAS_SILU:
-        b_y = b_y * tl.sigmoid(b_y)
-    p_out = p_y + o_t.to(tl.int64)[:, None] * num_channels + o_x[None, :]
-    tl.store(p_out, b_y.to(p_y.dtype.element_ty), mask=m_y)
-    if i_t > 0:
-        return
-    num_old = tl.load(p_has_state + i_row).to(tl.int32) * (W - 1)  # inputs to read of the window
-    p_window += tl.load(p_slots + i_row).to(tl.int64) * slot
-    o_h = tl.arange(0, BW)
-    m_h = ((o_h < W - 1) & (o_h < length))[:, None] & m_c[None, :]
-    b_head = tl.zeros([BW, BC], tl.float32) + b_bias[None, :]
-    for tap in tl.static_range(W):
-        # Token o_h needs input o_h + tap of | window | sequence |.
-        m_old = (o_h + tap < num_old)[:, None]
-        p_old = p_window + (o_c * (W - 1))[None, :] + (o_h + tap)[:, None]
-        b_old = tl.load(p_old, mask=m_h & m_old, other=0.0)
-        m_new = (o_h + tap >= W - 1)[:, None]
-        p_new = p_x + (o_h + tap - (W - 1)).to(tl.int64)[:, None] * x_token + o_x[None, :]
-        b_new = tl.load(p_new, mask=m_h & m_new, other=0.0)
-        b_head += tl.where(m_new, b_new, b_old).to(tl.float32) * _tap(b_weight, tap, BV)[None, :]
-    if HAS_SILU:
-        b_head = b_head * tl.sigmoid(b_head)
-    p_out_head = p_y + o_h.to(tl.int64)[:, None] * num_channels + o_x[None, :]
-    tl.store(p_out_head, b_head.to(p_y.dtype.element_ty), mask=m_h)
+        weights += (_tap(b_weight, tap, BV),)
 
-    # The window left behind: the last W - 1 of | window | sequence |.
-    m_j = m_c[:, None] & (o_h < W - 1)[None, :]
-    m_tail = (length + o_h >= W - 1)[None, :]
-    p_tail = p_x + (length + o_h - (W - 1)).to(tl.int64)[None, :] * x_token + o_x[:, None]
-    b_tail = tl.load(p_tail, mask=m_j & m_tail, other=0.0)
-    p_kept = p_window + (o_c * (W - 1))[:, None] + (length + o_h)[None, :]
-    b_kept = tl.load(p_kept, mask=m_j & (length + o_h < num_old)[None, :], other=0.0)
-    # Every thread has read the old window before one writes the new.
-    tl.debug_barrier()
-    p_left = p_window + (o_c * (W - 1))[:, None] + o_h[None, :]
-    tl.store(p_left, tl.where(m_tail, b_tail, b_kept), mask=m_j)
+    # The W - 1 inputs in front of the tile.
+    at = i_t * BT
+    past = tl.tuple(())
+    for tap in tl.static_range(W - 1):
+        t = at - (W - 1) + tap
+        num_there = tl.where(t >= 0, size, 0)
+        past += (tl.load(p_x + t.to(tl.int64) * x_token, mask=o_c < num_there, other=0.0),)
+    if i_t == 0:
+        num_old = tl.load(p_has_state + i_row).to(tl.int32) * (W - 1)  # inputs in the window
+        p_own = p_window + tl.load(p_slots + i_row).to(tl.int64) * slot + o_c * (W - 1)
+        old = tl.tuple(())
+        for tap in tl.static_range(W - 1):
+            num_there = tl.where(num_old > 0, size, 0)
+            old += (tl.load(p_own + tap, mask=o_c < num_there, other=0.0),)
+        past = old
+        # The window left behind: the last W - 1 of | window | sequence |.
+        o_j = tl.arange(0, BW)
+        m_j = m_c[:, None] & (o_j < W - 1)[None, :]
+        m_tail = (length + o_j >= W - 1)[None, :]
+        p_tail = p_x[:, None] + (length + o_j - (W - 1)).to(tl.int64)[None, :] * x_token
+        b_tail = tl.load(p_tail, mask=m_j & m_tail, other=0.0)
+        p_kept = p_own[:, None] + (length + o_j)[None, :]
+        b_kept = tl.load(p_kept, mask=m_j & (length + o_j < num_old)[None, :], other=0.0)
+        # Every thread has read the old window before one writes the new.
+        tl.debug_barrier()
+        tl.store(p_own[:, None] + o_j[None, :], tl.where(m_tail, b_tail, b_kept), mask=m_j)
+
+    # BU tokens at once: their loads are on the way together.
+    stop = tl.minimum(at + BT, length)
+    p_in = p_x + at.to(tl.int64) * x_token
+    p_out = p_y + at.to(tl.int64) * num_channels
+    for t in range(at, stop, BU):
+        inputs = past
+        for i in tl.static_range(BU):
+            num_there = tl.where(t + i < stop, size, 0)
+            inputs += (tl.load(p_in + i * x_token, mask=o_c < num_there, other=0.0),)
+        for i in tl.static_range(BU):
+            b_y = b_bias
+            for tap in tl.static_range(W):
+                b_y += inputs[i + tap].to(tl.float32) * weights[tap]
+            if HAS_SILU:
+                b_y = _silu(b_y)
+            num_there = tl.where(t + i < stop, size, 0)
+            b_y = b_y.to(p_y.dtype.element_ty)
+            tl.store(p_out + i * num_channels, b_y, mask=o_c < num_there)
+        past = inputs[BU:]
+        p_in += BU * x_token
+        p_out += BU * num_channels
 
 
 @kernel
@@ -364,7 +388,7 @@ def conv1d_update_kernel(
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_x, mask=m_c, other=0.0).to(tl.float32)
     if HAS_SILU:
-        b_y = b_y * tl.sigmoid(b_y)
+        b_y = _silu(b_y)
     # Every thread has read the old window before one writes the new.
     tl.debug_barrier()
     tl.store(p_h, tl.where((o_j == W - 2)[None, :], b_x[:, None], b_next), mask=m_h)
