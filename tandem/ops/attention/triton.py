@@ -5,6 +5,10 @@ Dao et al. 2023, "Flash-Decoding"), longer ones along their queries (FlashAttent
 arXiv:2307.08691).
 """
 
+import importlib
+from functools import cache
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -24,8 +28,12 @@ from tandem.ops.tuning import Tiles, tuned
 
 _LOG2_E = 1.4426950408889634
 # Tokens of one split at least: below that, joining splits costs more than it saves.
-_MIN_SPLIT = 128
-_MAX_SPLITS = 64
+_MIN_SPLIT = 64
+_MAX_SPLITS = 128
+# Channels that one program joins.
+_JOINED = 32
+# Programs that a processor holds at once, as splits are counted.
+_BUSY = 2
 
 
 def supports(x: torch.Tensor) -> bool:
@@ -105,7 +113,7 @@ def num_splits(num_rows: int, num_kv_heads: int, max_context: int, processors: i
 
     max_context: what the page table has room for; the contexts themselves lie on the device.
     """
-    wanted = triton.cdiv(2 * processors, num_rows * num_kv_heads)
+    wanted = triton.cdiv(_BUSY * processors, num_rows * num_kv_heads)
     return max(1, min(wanted, triton.cdiv(max_context, _MIN_SPLIT), _MAX_SPLITS))
 
 
@@ -123,6 +131,14 @@ def decode_tiles(is_half: bool) -> Tiles:
     if not is_half:
         return {"BK": 32, "num_warps": 4, "num_stages": 1}
     return {"BK": 64, "num_warps": 4, "num_stages": 3}
+
+
+@cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The kernels for Hopper on such a GPU; elsewhere the module cannot even be imported."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    return importlib.import_module("tandem.ops.attention.hopper")
 
 
 def _decode(
@@ -173,7 +189,8 @@ def _decode(
         **tiles,
     )
     if splits > 1:
-        attention_join_kernel[(num_heads, num_rows)](
+        joined = min(_JOINED, triton.next_power_of_2(head_dim))
+        attention_join_kernel[(num_heads, num_rows, triton.cdiv(head_dim, joined))](
             partial,
             log_sums,
             out,
@@ -181,8 +198,8 @@ def _decode(
             H=num_heads,
             D=head_dim,
             BS=triton.next_power_of_2(splits),
-            BD=triton.next_power_of_2(head_dim),
-            num_warps=2,
+            BD=joined,
+            num_warps=4,
         )
 
 
@@ -201,6 +218,10 @@ def _prefill(
     _, num_kv_heads, _, page_tokens, _ = kv.shape
     num_rows = len(context_lens) - num_decode
     is_half = q.element_size() == 2
+    hopper = _hopper(q.device)
+    if hopper is not None and hopper.takes(q, kv):
+        hopper.prefill(q, kv, page_table, query_start, context_lens, scale, num_decode, out, limits)
+        return
     tiles = prefill_tiles(head_dim, is_half)
     if is_half:
         tiles = tuned("attention_prefill", head_dim, q.device, tiles)
@@ -384,6 +405,11 @@ def attention_decode_kernel(
     stop = tl.minimum(first + length, context)
     o_r = tl.arange(0, BR)
     o_d = tl.arange(0, BD)
+    if IS_SPLIT:
+        p_log_sum += (i_row * H + i_kv * R + o_r) * num_splits + i_split
+        if first >= stop:  # a piece beyond the context: nobody reads what it would leave
+            tl.store(p_log_sum, tl.full([BR], float("-inf"), tl.float32), mask=o_r < R)
+            return
     m_q = (o_r < R)[:, None] & (o_d < D)[None, :]
     b_head = i_kv * R + o_r
     p_q += i_row * q_row + b_head[:, None] * q_head + o_d[None, :]
@@ -399,13 +425,11 @@ def attention_decode_kernel(
             b_q, b_acc, b_max, b_sum, p_kv, p_row, i_k, stop, b_seen, scale, kv_page,
             PAGE_TOKENS, D, WINDOW, SOFTCAP, True, BK, BD,
         )  # fmt: skip
-    b_total = tl.where(b_sum > 0, b_sum, 1.0)  # a piece may lie beyond the context
-    b_acc = b_acc / b_total[:, None]
+    b_acc = b_acc / b_sum[:, None]
     p_out += ((i_row * H + b_head) * num_splits + i_split)[:, None] * D + o_d[None, :]
     tl.store(p_out, b_acc.to(p_out.dtype.element_ty), mask=m_q)
     if IS_SPLIT:
-        b_log = tl.where(b_sum > 0, b_max + tl.log2(b_total), float("-inf"))
-        tl.store(p_log_sum + (i_row * H + b_head) * num_splits + i_split, b_log, mask=o_r < R)
+        tl.store(p_log_sum, b_max + tl.log2(b_sum), mask=o_r < R)
 
 
 @kernel
@@ -419,15 +443,16 @@ def attention_join_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The mean of one head's pieces, weighted by their softmax sums."""
+    """BD channels of the mean of one head's pieces, weighted by their softmax sums."""
     i_head = tl.program_id(1).to(tl.int64) * H + tl.program_id(0)
     o_s = tl.arange(0, BS)
-    o_d = tl.arange(0, BD)
+    o_d = tl.program_id(2) * BD + tl.arange(0, BD)
     m_s = o_s < num_splits
     b_log = tl.load(p_log_sum + i_head * num_splits + o_s, mask=m_s, other=float("-inf"))
     b_weight = tl.exp2(b_log - tl.max(b_log, 0))
     p_part = p_partial + (i_head * num_splits + o_s)[:, None] * D + o_d[None, :]
-    b_part = tl.load(p_part, mask=m_s[:, None] & (o_d < D)[None, :], other=0.0)
+    m_part = (b_log > float("-inf"))[:, None] & (o_d < D)[None, :]
+    b_part = tl.load(p_part, mask=m_part, other=0.0)
     b_out = tl.sum(b_part * b_weight[:, None], 0) / tl.sum(b_weight, 0)
     tl.store(p_out + i_head * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
 
