@@ -1,13 +1,14 @@
-"""Drawing of tokens as Triton kernels; same functions as `reference`, in which shapes are stated.
+"""Choosing of tokens as Triton kernels; same functions as `reference`, in which shapes are stated.
 
-The vocabulary is read once, by `sampling_stats_kernel`: of each run of 256 tokens the largest
-logit, of each chunk of 32 runs the sum of weights. A row without a cut then reads the one chunk its
-draw falls into. A row with a cut needs what is kept alone, and the largest logits of runs say where
-to look: the k-th largest of them is no larger than the k-th largest logit, and as far as their
-weights reach, so far reach at least those of all tokens. What lies above such a bound is gathered,
-mostly little more than what is kept, and searched in registers, bit by bit of the boundary (a radix
-selection; Alabi et al. 2012, "Fast k-selection algorithms for graphics processing units"). Where it
-is too much (a flat distribution, with top-p) `sampling_long_kernel` searches the row itself.
+The vocabulary is read once, by `sampling_stats_kernel`: of each run of 64 tokens the largest logit,
+of each chunk of 128 runs the sum of weights, and with top-p how it lies below the chunk's largest.
+A row without a cut then reads the one chunk its draw falls into. A row with a cut needs what is
+kept alone, and the stats say where to look: the k-th largest of the runs' largest logits is no
+larger than the k-th largest logit, and the sums say down to where there is enough weight. What lies
+above such a bound is gathered, mostly little more than what is kept, and searched in registers, bit
+by bit of the boundary (a radix selection; Alabi et al. 2012, "Fast k-selection algorithms for
+graphics processing units"). Where it is too much (a flat distribution with top-p)
+`sampling_long_kernel` searches the row itself.
 
 Nothing depends on the order in which programs run.
 """
@@ -19,12 +20,13 @@ import triton.language as tl
 from tandem.ops.sampling import reference
 from tandem.ops.tiles import is_plain, kernel
 
-_LOG2_E = 1.4426950408889634
-_RUN = 256
-_RUNS = 32
+_RUN = 64
+_RUNS = 128
+# Depths below the largest logit of a chunk, in scaled logits: see `_depth`.
+_DEPTHS = 8
 # Tokens that a program searches in registers, and how many it reads at once if that is too few.
 _MOST = 4096
-_TILE = 1024
+_TILE = 2048
 
 
 def supports(x: torch.Tensor) -> bool:
@@ -91,9 +93,21 @@ def draw(
     num_chunks = triton.cdiv(vocab, _RUN * _RUNS)
     maxima = torch.empty((num_rows, num_chunks, _RUNS), dtype=torch.float32, device=device)
     sums = torch.empty((num_rows, num_chunks), dtype=torch.float64, device=device)
-    shape = {"NC": num_chunks, "RUN": _RUN, "RUNS": _RUNS}
+    depths = torch.empty((num_rows, num_chunks, _DEPTHS), dtype=torch.float64, device=device)
+    shape = {"NC": num_chunks, "RUN": _RUN, "RUNS": _RUNS, "DEPTHS": _DEPTHS}
     sampling_stats_kernel[(num_chunks, num_rows)](
-        logits, rows, temperature, maxima, sums, logits.stride(0), vocab, **shape, num_warps=4
+        logits,
+        rows,
+        temperature,
+        top_k,
+        top_p,
+        maxima,
+        sums,
+        depths,
+        logits.stride(0),
+        vocab,
+        **shape,
+        num_warps=8,
     )
     values = torch.empty((num_rows, _MOST), dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, _MOST), dtype=torch.int32, device=device)
@@ -108,6 +122,7 @@ def draw(
         min_p,
         maxima,
         sums,
+        depths,
         values,
         ids,
         hot,
@@ -136,7 +151,7 @@ def draw(
         RUNS=_RUNS,
         BC=triton.next_power_of_2(num_chunks),
         BV=_TILE,
-        num_warps=8,
+        num_warps=16,
     )
     return tokens
 
@@ -176,9 +191,9 @@ def _point(uniform, total):
 
 @triton.jit
 def _num_needed(missing, own, most):
-    """How many tokens of weight `own` reach the missing weight, int64."""
+    """How many tokens of weight `own` reach the missing weight, int32, and no more than `most`."""
     needed = tl.where(own > 0, tl.ceil(missing / tl.where(own > 0, own, 1.0)), 1.0)
-    return tl.maximum(tl.minimum(needed, most * 1.0), 0.0).to(tl.int64)
+    return tl.maximum(tl.minimum(needed, most * 1.0), 0.0).to(tl.int32)
 
 
 @triton.jit
@@ -229,21 +244,31 @@ def sampling_penalty_kernel(
     tl.store(p_logits + o_v, tl.where(is_generated, b_l - penalty, b_l), mask=m_v)
 
 
+@triton.jit
+def _depth(j):
+    """0.75, 1.9, 3.4, 5.3, 7.5, 10.1, 13.1, 16.5: fine where the weight is."""
+    return 0.75 * (j + 1) * (1.0 + 0.25 * j)
+
+
 @kernel
 def sampling_stats_kernel(
     p_logits,
     p_rows,
     p_temperature,
+    p_top_k,
+    p_top_p,
     p_max,
     p_sum,
+    p_depth,
     logit_row,
     vocab,
     NC: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
+    DEPTHS: tl.constexpr,
 ):
-    """One chunk of one row: the largest logit of each run, the sum of weights relative to the
-    largest of the chunk."""
+    """One chunk of one row: the largest logit of each run, and the sum of weights relative to the
+    largest of the chunk. With top-p alone also the weights between each depth and the one above."""
     i_c = tl.program_id(0)
     i_n = tl.program_id(1).to(tl.int64)
     factor = 1.4426950408889634 / tl.load(p_temperature + i_n)
@@ -252,11 +277,18 @@ def sampling_stats_kernel(
     o_v = i_c * (RUN * RUNS) + o_r[:, None] * RUN + tl.arange(0, RUN)[None, :]
     b_l = tl.load(p_logits + o_v, mask=o_v < vocab, other=float("-inf"))
     b_run = tl.max(b_l, 1)
-    top = tl.max(b_run, 0)
-    b_w = tl.where(b_l > float("-inf"), tl.exp2((b_l - top) * factor), 0.0)
-    total = tl.sum(tl.sum(b_w, 1).to(tl.float64), 0)
     tl.store(p_max + (i_n * NC + i_c) * RUNS + o_r, b_run)
-    tl.store(p_sum + i_n * NC + i_c, total)
+    top = tl.max(b_run, 0)
+    b_e = tl.where(b_l > float("-inf"), (b_l - top) * factor, float("-inf"))
+    b_w = tl.exp2(b_e)
+    tl.store(p_sum + i_n * NC + i_c, tl.sum(tl.sum(b_w, 1).to(tl.float64), 0))
+    if (tl.load(p_top_p + i_n) < 1.0) & (tl.load(p_top_k + i_n) >= vocab):
+        above = tl.zeros([], tl.float64)
+        for j in tl.static_range(DEPTHS):
+            b_there = tl.where(b_e >= _depth(j) * -1.4426950408889634, b_w, 0.0)
+            so_far = tl.sum(tl.sum(b_there, 1).to(tl.float64), 0)
+            tl.store(p_depth + (i_n * NC + i_c) * DEPTHS + j, so_far - above)
+            above = so_far
 
 
 @kernel
@@ -270,6 +302,7 @@ def sampling_draw_kernel(
     p_min_p,
     p_max,
     p_sum,
+    p_depth,
     p_values,
     p_ids,
     p_hot,
@@ -279,6 +312,7 @@ def sampling_draw_kernel(
     NC: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
+    DEPTHS: tl.constexpr,
     BC: tl.constexpr,
     MOST: tl.constexpr,
 ):
@@ -287,7 +321,7 @@ def sampling_draw_kernel(
     temperature = tl.load(p_temperature + i_n)
     factor = 1.4426950408889634 / temperature
     uniform = tl.load(p_uniform + i_n)
-    top_k = tl.load(p_top_k + i_n)
+    top_k = tl.minimum(tl.load(p_top_k + i_n), vocab).to(tl.int32)
     top_p = tl.load(p_top_p + i_n)
     min_p = tl.load(p_min_p + i_n)
     p_logits += tl.load(p_rows + i_n) * logit_row
@@ -318,12 +352,19 @@ def sampling_draw_kernel(
         b_order = _order_of(b_flat)
         bound = tl.zeros([], tl.uint32)
         if is_cut_k:
-            bound = _boundary(b_order, tl.full([BC * RUNS], 1, tl.int64), top_k)
+            bound = _boundary(b_order, tl.full([BC * RUNS], 1, tl.int32), top_k)
         elif is_cut_p:
-            b_w = tl.where(b_flat > float("-inf"), tl.exp2((b_flat - top) * factor), 0.0)
-            # Rounded down a little: a bound need not be sharp, but it has to be one.
+            # As if all weight between two depths lay at the lower one, and that a little lower.
+            o_c = tl.arange(0, BC)[:, None]
+            o_d = tl.arange(0, DEPTHS)[None, :]
+            m_d = (o_c < NC) & (o_d < DEPTHS)
+            b_there = tl.load(p_depth + (i_n * NC + o_c) * DEPTHS + o_d, mask=m_d, other=0.0)
+            b_top = tl.max(b_run, 1)[:, None]
+            b_there *= tl.where(b_there > 0, tl.exp2((b_top - top) * factor), 0.0).to(tl.float64)
+            b_at = b_top - (_depth(o_d) + 0.001) * temperature - 1e-6 * tl.abs(b_top)
+            b_at = _order_of(tl.reshape(b_at, [BC * DEPTHS]))
             target = top_p * total * (1.0 + 1e-6)
-            bound = _boundary(b_order, b_w.to(tl.float64), target)
+            bound = _boundary(b_at, tl.reshape(b_there, [BC * DEPTHS]), target)
         lowest = top + (tl.log2(tl.maximum(min_p, 1e-30)) - 0.01) / factor
         if (min_p > 0) & (top_k >= vocab):
             bound = tl.maximum(bound, _order_of(lowest))
@@ -367,37 +408,31 @@ def sampling_draw_kernel(
             b_place = _order_of(b_z)  # ties are those of scaled values
             # Kept: what is above the edge, and the first `num_equal` at it.
             edge = tl.zeros([], tl.uint32)
-            num_equal = count.to(tl.int64)
+            num_equal = count
             mass = total
             if is_cut_k:
-                edge = _boundary(b_place, m_m.to(tl.int64), top_k)
+                edge = _boundary(b_place, m_m.to(tl.int32), top_k)
                 b_above = m_m & (b_place > edge)
-                num_equal = top_k - tl.sum(b_above.to(tl.int64), 0)
+                num_equal = top_k - tl.sum(b_above.to(tl.int32), 0)
                 b_equal = m_m & (b_place == edge)
                 own = tl.max(tl.where(b_equal, b_w, 0.0), 0)
                 mass = tl.sum(tl.where(b_above, b_w, 0.0), 0) + num_equal.to(tl.float64) * own
             if is_cut_p:
                 b_equal = m_m & (b_place == edge)
-                b_rank = tl.cumsum(b_equal.to(tl.int64), 0)
-                b_own = tl.where(
-                    m_m & ((b_place > edge) | (b_equal & (b_rank <= num_equal))), b_w, 0.0
-                )
+                b_rank = tl.cumsum(b_equal.to(tl.int32), 0)
+                is_left = m_m & ((b_place > edge) | (b_equal & (b_rank <= num_equal)))
                 wanted = top_p * mass
-                place = _boundary(b_place, b_own, wanted)
+                place = _boundary(b_place, tl.where(is_left, b_w, 0.0), wanted)
                 if place > edge:
                     edge = place
-                    num_equal = count.to(tl.int64)
+                    num_equal = count
                 above = tl.sum(tl.where(m_m & (b_place > edge), b_w, 0.0), 0)
                 own = tl.max(tl.where(m_m & (b_place == edge), b_w, 0.0), 0)
-                needed = tl.where(
-                    own > 0, tl.ceil((wanted - above) / tl.where(own > 0, own, 1.0)), 1.0
-                )
-                needed = tl.maximum(tl.minimum(needed, MOST * 1.0), 0.0).to(tl.int64)
-                num_equal = tl.minimum(num_equal, needed)
+                num_equal = tl.minimum(num_equal, _num_needed(wanted - above, own, MOST))
             b_equal = m_m & (b_place == edge)
-            b_rank = tl.cumsum(b_equal.to(tl.int64), 0)
-            if tl.max(b_place.to(tl.int64), 0) == edge.to(tl.int64):
-                num_equal = tl.maximum(num_equal, 1)  # one token is left in any case
+            b_rank = tl.cumsum(b_equal.to(tl.int32), 0)
+            num_above = tl.sum((m_m & (b_place > edge)).to(tl.int32), 0)
+            num_equal = tl.maximum(num_equal, (num_above == 0).to(tl.int32))  # one is left always
             is_kept = (b_place > edge) | (b_equal & (b_rank <= num_equal))
             is_kept = m_m & is_kept & (b_w >= min_p.to(tl.float64))
             b_end_of = tl.cumsum(tl.where(is_kept, b_w, 0.0), 0)
@@ -433,7 +468,7 @@ def _boundary_of_row(
         b_zero = tl.zeros([BV], tl.float64)
         sums = (b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero)
         one = (place * 0 + 1) << shift
-        for first in range(0, vocab, BV):
+        for first in tl.range(0, vocab, BV, num_stages=4):
             b_place, b_w = _load_tile(p_logits, first, vocab, top, temperature, BV)
             if IS_COUNT:
                 b_w = tl.where(b_place > 0, 1.0, 0.0).to(tl.float64)
@@ -463,7 +498,7 @@ def _measure_edge(p_logits, vocab, top, temperature, edge, BV: tl.constexpr):
     b_mass = tl.zeros([BV], tl.float64)
     b_equal = tl.zeros([BV], tl.int64)
     b_own = tl.zeros([BV], tl.float64)
-    for first in range(0, vocab, BV):
+    for first in tl.range(0, vocab, BV, num_stages=4):
         b_place, b_w = _load_tile(p_logits, first, vocab, top, temperature, BV)
         is_above = b_place > edge
         is_equal = b_place == edge
@@ -543,12 +578,12 @@ def sampling_long_kernel(
         num_above, above, num_there, own = _measure_edge(
             p_logits, vocab, top, temperature, edge, BV
         )
-        num_equal = tl.minimum(num_equal, _num_needed(wanted - above, own, vocab))
+        num_equal = tl.minimum(num_equal, _num_needed(wanted - above, own, vocab).to(tl.int64))
         if num_above == 0:
             num_equal = tl.maximum(num_equal, 1)
     total = tl.zeros([], tl.float64)
     num_seen = tl.zeros([], tl.int64)
-    for first in range(0, vocab, BV):
+    for first in tl.range(0, vocab, BV, num_stages=4):
         b_w, num_seen = _kept_weights(
             p_logits, first, vocab, top, temperature, edge, num_equal, num_seen, min_p, BV
         )
@@ -558,7 +593,7 @@ def sampling_long_kernel(
     num_seen = tl.zeros([], tl.int64)
     token = tl.zeros([], tl.int64)
     is_found = before > 0
-    for first in range(0, vocab, BV):
+    for first in tl.range(0, vocab, BV, num_stages=4):
         b_w, num_seen = _kept_weights(
             p_logits, first, vocab, top, temperature, edge, num_equal, num_seen, min_p, BV
         )
