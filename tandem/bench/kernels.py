@@ -309,7 +309,8 @@ def cases() -> Iterator[Case]:
         yield experts_case(NANO, num_tokens)
 
 
-# Larger than the L2 cache of any card: what is written here drives all else out of it.
+# Larger than the L2 cache of any card: what is read here drives all else out of it. Were it
+# written, the launch that is timed would have to wait until those lines are back in memory.
 _FLUSH_NBYTES = 192 << 20
 _LAUNCHES = 10
 _REPLAYS = 9
@@ -321,12 +322,17 @@ def median_us(launch: Callable[[], object]) -> float:
     Two graphs, one of flushes and one of flushes with a launch behind each; the median difference
     over replays. So it also shows that the launch can be captured.
     """
-    flushed = torch.empty(_FLUSH_NBYTES, dtype=torch.uint8, device="cuda")
+    rest = torch.randn(_FLUSH_NBYTES // 4, device="cuda")
+    total = torch.empty((), device="cuda")
+
+    def flush() -> object:
+        return torch.sum(rest, dim=0, out=total)
+
     for _ in range(2):  # compiles, and settles which memory is used
         launch()
     torch.cuda.synchronize()
-    with_launch = _capture(lambda: (flushed.zero_(), launch()))
-    without = _capture(flushed.zero_)
+    with_launch = _capture(lambda: (flush(), launch()))
+    without = _capture(flush)
     differences = sorted(_replay_us(with_launch) - _replay_us(without) for _ in range(_REPLAYS))
     return differences[_REPLAYS // 2] / _LAUNCHES
 

@@ -5,6 +5,7 @@ reference gets the same values in fp32, so that what is compared is the kernel's
 Outputs come from memory that was just filled with NaN; pages and slots hold NaN at first.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -538,6 +539,38 @@ def check_routing(
     assert_close(weights, expected_weights)
 
 
+def check_router(
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    device: str,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    inputs: int = 96,
+    dtype: torch.dtype = torch.bfloat16,
+    score: str = "sigmoid",
+    groups: tuple[int, int] = (1, 1),
+    has_bias: bool = True,
+) -> None:
+    """`route(hidden, gate, bias, ...)` chooses as exact arithmetic does, but for near ties."""
+    rng = Random(device)
+    hidden = rng.normal(num_tokens, inputs + 8, dtype=dtype)[:, 8:]
+    gate, bias = rng.normal(num_experts, inputs) * inputs**-0.5, rng.normal(num_experts) / 8
+    rest = (bias if has_bias else None, top_k, *groups, True, 2.5, score)
+    logits = (hidden.double() @ gate.double().T).float()
+    expected_weights, expected_ids = experts_reference.route(logits, *rest)
+    poison(num_tokens * num_experts, device)
+    weights, ids = route(hidden, gate, *rest)
+    is_same = (ids == expected_ids).all(1)
+    assert_close(weights[is_same], expected_weights[is_same])
+    # Where they differ, another pair of scores is as good within the rounding of fp32.
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    corrected = scores + (bias if has_bias else 0)
+    found, wanted = (corrected.gather(1, chosen)[~is_same] for chosen in (ids, expected_ids))
+    assert_close(found, wanted, torch.float32)
+    assert (~is_same).float().mean() < 1e-3
+
+
 def check_experts(
     module: ModuleType,
     device: str,
@@ -549,15 +582,17 @@ def check_experts(
     hidden: int = 96,
     inner: int = 80,
     top_k: int = 3,
+    num_chosen: int | None = None,
 ) -> None:
+    """num_chosen: how many of the experts get tokens; by default all but the last."""
     rng = Random(device)
+    num_chosen = num_experts - 1 if num_chosen is None else num_chosen
     x = rng.normal(num_tokens, hidden, dtype=dtype)
     width = inner * (2 if activation == "silu_gated" else 1)
     up = (rng.normal(num_experts, width, hidden) * hidden**-0.5).to(dtype)
     down = (rng.normal(num_experts, hidden, inner) * inner**-0.5).to(dtype)
-    scores = rng.normal(num_tokens, num_experts - 1)  # the last expert gets no token
-    weights, ids = scores.softmax(-1).topk(top_k)
-    up[-1] = down[-1] = torch.nan
+    weights, ids = rng.normal(num_tokens, num_chosen).softmax(-1).topk(top_k)
+    up[num_chosen:] = down[num_chosen:] = torch.nan
     expected = experts_reference.experts_mlp(
         x.float(), up.float(), down.float(), weights, ids, activation
     )
@@ -633,6 +668,25 @@ def check_penalties(module: ModuleType, device: str, num_rows: int, vocab: int) 
     module.penalize(logits, *tables, *factors)
     assert torch.equal(logits[0], expected[0])
     assert_close(logits, expected.double())
+
+
+def check_places(device: str, num_tokens: int, num_experts: int, top_k: int = 3) -> None:
+    """Rows of pairs in order within their expert, and tiles of 128 or 64 rows that cover them."""
+    from tandem.ops.experts.prefill_triton import place_by_expert
+
+    scores = Random(device).normal(num_tokens, num_experts).square()
+    ids = (scores * torch.arange(num_experts, device=device)).topk(top_k).indices
+    poison(num_tokens * top_k, device)
+    places, tiles = (found.tolist() for found in place_by_expert(ids, num_experts))
+    chosen, start, expected = ids.flatten().tolist(), 0, []
+    for expert in range(num_experts):
+        own = [pair for pair, choice in enumerate(chosen) if choice == expert]
+        assert [places[pair] for pair in own] == list(range(start, start + len(own)))
+        for first in range(0, len(own), 128):
+            expected += [4 * expert + (1 if len(own) - first <= 64 else 2), start + first]
+        start += -(-len(own) // 64) * 64
+    assert tiles[0] == len(expected) // 2
+    assert tiles[1 : 1 + len(expected)] == expected
 
 
 def coarser(*dtypes: torch.dtype) -> torch.dtype:

@@ -238,6 +238,22 @@ def test_routing_of_any_kind(ops, score, has_bias, has_ties, num_experts, top_k,
     cases.check_routing(ops.experts, CUDA, 77, num_experts, top_k, True, **kind)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "inputs", "kind"),
+    [
+        (1, 128, 6, 2688, {}),
+        (65, 12, 3, 96, {"groups": (4, 2)}),
+        (4000, 128, 6, 2688, {}),
+        (1000, 512, 10, 2048, {"score": "softmax", "has_bias": False}),
+        (300, 72, 10, 1544, {"score": "softmax", "has_bias": False}),
+    ],
+)
+def test_router_of_many_tokens(num_tokens, num_experts, top_k, inputs, kind):
+    from tandem.ops.experts.router_many_triton import route
+
+    cases.check_router(route, CUDA, num_tokens, num_experts, top_k, inputs=inputs, **kind)
+
+
 def test_routing_of_nan_still_names_experts(ops):
     logits = torch.full((5, 12), torch.nan, device=CUDA)
     _, ids = ops.experts.route(logits, torch.zeros(12, device=CUDA), 3, 1, 1, True, 1.0)
@@ -255,17 +271,43 @@ def test_order_by_expert_is_the_stable_sort(ops, num_tokens):
 
 
 @pytest.mark.parametrize("activation", ["relu2", "silu_gated"])
-@pytest.mark.parametrize("num_tokens", [0, 1, 17, 200, 1500])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 5, 17, 200, 1500])
 def test_experts(ops, num_tokens, activation):
     cases.check_experts(ops.experts, CUDA, num_tokens, activation)
 
 
+@pytest.mark.parametrize("activation", ["relu2", "silu_gated"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen", "top_k", "hidden", "inner"),
+    [
+        (4100, 7, 1, 1, 128, 64),  # all tokens to one expert
+        (4097, 128, 128, 1, 264, 520),  # fewer rows than half a tile, ends narrower than a tile
+        (1100, 9, 5, 4, 328, 136),
+        (2000, 300, 299, 3, 64, 72),
+        (6001, 128, 6, 6, 2688, 1856),
+    ],
+)
+def test_experts_of_many_tokens(
+    ops, activation, num_tokens, num_experts, num_chosen, top_k, hidden, inner
+):
+    shape = {"num_experts": num_experts, "num_chosen": num_chosen, "top_k": top_k}
+    cases.check_experts(
+        ops.experts, CUDA, num_tokens, activation, hidden=hidden, inner=inner, **shape
+    )
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (700, 128), (3000, 300)])
+def test_places_of_pairs_and_their_tiles(num_tokens, num_experts):
+    cases.check_places(CUDA, num_tokens, num_experts)
+
+
 @pytest.mark.parametrize("dtype", [FP32, FP16])
-def test_experts_of_odd_shape(ops, dtype):
+@pytest.mark.parametrize("num_tokens", [3, 33])
+def test_experts_of_odd_shape(ops, dtype, num_tokens):
     cases.check_experts(
         ops.experts,
         CUDA,
-        33,
+        num_tokens,
         "silu_gated",
         dtype=dtype,
         num_experts=5,

@@ -6,7 +6,7 @@ Built once from its weights.
 import torch
 import torch.nn.functional as F
 
-from tandem.ops.dispatch import choose
+from tandem.ops.dispatch import choose, is_native_enabled
 from tandem.ops.experts import reference
 
 
@@ -34,5 +34,10 @@ class Router:
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, h] → (weights fp32 [T, top_k], ids int64 [T, top_k])."""
+        if hidden.is_cuda and is_native_enabled():
+            from tandem.ops.experts import router_many_triton
+
+            if router_many_triton.takes(hidden, self._gate, self._bias):
+                return router_many_triton.route(hidden, self._gate, self._bias, *self._choice)
         logits = F.linear(hidden.float(), self._gate)
         return choose("experts", reference, logits).route(logits, self._bias, *self._choice)

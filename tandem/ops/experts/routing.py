@@ -84,6 +84,52 @@ def experts_route_kernel(
     b_logits = tl.load(
         p_logits + o_t[:, None] * logits_row + o_e[None, :], mask=m_t[:, None] & m_e, other=0.0
     ).to(tl.float32)
+    store_choices(
+        b_logits,
+        p_bias,
+        p_weights,
+        p_ids,
+        o_t,
+        num_tokens,
+        scale,
+        E,
+        TOP_K,
+        GROUPS,
+        TOPK_GROUPS,
+        HAS_BIAS,
+        IS_SOFTMAX,
+        IS_NORMALIZED,
+        BT,
+        BE,
+        BG,
+        BK,
+    )
+
+
+@triton.jit
+def store_choices(
+    b_logits,
+    p_bias,
+    p_weights,
+    p_ids,
+    o_t,
+    num_tokens,
+    scale,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+    BG: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Choices of the tokens o_t, int64 [BT], by their logits [BT, BE]."""
+    o_e = tl.arange(0, BE)
+    m_e = (o_e < E)[None, :]
     b_scores = score_experts(b_logits, m_e, IS_SOFTMAX)
     b_left = b_scores
     if HAS_BIAS:
@@ -93,7 +139,7 @@ def experts_route_kernel(
         b_left = drop_groups(b_left, E, GROUPS, TOPK_GROUPS, BT, BE, BG)
     b_weights, b_ids = choose_experts(b_left, b_scores, E, TOP_K, IS_NORMALIZED, BT, BE, BK)
     o_k = tl.arange(0, BK)
-    m_k = m_t[:, None] & (o_k < TOP_K)[None, :]
+    m_k = (o_t < num_tokens)[:, None] & (o_k < TOP_K)[None, :]
     o_out = o_t[:, None] * TOP_K + o_k[None, :]
     tl.store(p_weights + o_out, b_weights * scale, mask=m_k)
     tl.store(p_ids + o_out, b_ids.to(tl.int64), mask=m_k)

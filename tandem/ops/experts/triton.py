@@ -10,13 +10,16 @@ import triton
 import triton.language as tl
 
 from tandem.errors import ShapeError
-from tandem.ops.experts import reference
+from tandem.ops.experts import few_triton, prefill_triton, reference
 from tandem.ops.experts.routing import route
 from tandem.ops.tiles import FLOATS, find_tile, is_plain, kernel, num_tiles
 from tandem.ops.tuning import tuned
 
 __all__ = ["experts_mlp", "order_by_expert", "product_tiles", "route", "supports"]
 
+# From this many pairs of an expert on, copying rows costs less than products of tiles cut by
+# pointers lose.
+_MIN_ROWS = 96
 # Up to this many pairs, comparing each with all is faster than a sort of several launches.
 _MAX_COMPARED = 4096
 
@@ -49,6 +52,10 @@ def experts_mlp(
     ):
         return reference.experts_mlp(x, up, down, weights, ids, activation, base)
     (num_tokens, hidden), (num_experts, _, inner) = x.shape, down.shape
+    if 0 < len(x) <= few_triton.MAX_TOKENS:
+        return few_triton.experts_mlp(x, up, down, weights, ids, activation, base)
+    if ids.numel() > _MIN_ROWS * num_experts and prefill_triton.takes(x, up, down):
+        return prefill_triton.experts_mlp(x, up, down, weights, ids, activation, base)
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out

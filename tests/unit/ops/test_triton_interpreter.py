@@ -128,10 +128,37 @@ def test_routing(kind):
     cases.check_routing(experts, "cpu", 5, 12, 3, True, **kind)
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "kind"),
+    [(12, {"groups": (4, 2)}), (130, {"score": "softmax", "has_bias": False})],
+)
+def test_router_of_many_tokens(num_experts, kind):
+    from tandem.ops.experts.router_many_triton import route
+
+    cases.check_router(route, "cpu", 70, num_experts, 3, dtype=torch.float32, **kind)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 9])
 @pytest.mark.parametrize("kind", ["relu2", "silu_gated"])
-def test_experts(kind):
+def test_experts(kind, num_tokens):
+    shape = {"num_experts": 4, "hidden": 24, "inner": 20, "top_k": 2}
+    cases.check_experts(experts, "cpu", num_tokens, kind, dtype=torch.float32, **shape)
+
+
+# The rows between those of two experts are never written: products of what lies there may overflow.
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["relu2", "silu_gated"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen", "hidden", "inner"),
+    [(9, 4, 3, 24, 20), (135, 3, 2, 12, 24), (7, 3, 2, 12, 264)],
+)
+def test_experts_of_many_tokens(
+    kind, num_tokens, num_experts, num_chosen, hidden, inner, monkeypatch
+):
+    monkeypatch.setattr(experts, "_MIN_ROWS", 0)
+    shape = {"num_experts": num_experts, "num_chosen": num_chosen, "top_k": 2}
     cases.check_experts(
-        experts, "cpu", 9, kind, dtype=torch.float32, num_experts=4, hidden=24, inner=20, top_k=2
+        experts, "cpu", num_tokens, kind, dtype=torch.float32, hidden=hidden, inner=inner, **shape
     )
 
 
@@ -199,3 +226,8 @@ def test_rg_lru(lengths, has_state):
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_norm_gate(activation):
     cases.check_norm_gate(norm_gate, "cpu", 3, 3, 20, activation, torch.float32)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (400, 5)])
+def test_places_of_pairs_and_their_tiles(num_tokens, num_experts):
+    cases.check_places("cpu", num_tokens, num_experts)
