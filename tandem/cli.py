@@ -203,10 +203,16 @@ def bench_offline(
     decode_prompt: Annotated[
         int | None, typer.Option(help="prompt tokens before decode is timed")
     ] = None,
+    distinct_prompts: Annotated[
+        int | None,
+        typer.Option(help="prompts that a decode batch's rows share; default: each its own"),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="decode steps timed at each batch")] = None,
     mixed: Annotated[
         str | None,
-        typer.Option(help="requests at once x tokens in x out, as 512x1024x256; or none"),
+        typer.Option(
+            help="requests x tokens in x out, as 512x1024x256, or with most at once behind; or none"
+        ),
     ] = None,
     profile: Annotated[
         list[int] | None, typer.Option(help="decode batches whose kernels are listed")
@@ -221,6 +227,7 @@ def bench_offline(
         steps=[steps] if steps is not None else None,
         decode_prompt=[decode_prompt] if decode_prompt is not None else None,
         batches=batches,
+        distinct_prompts=[distinct_prompts] if distinct_prompts is not None else None,
     )
     for text in prefill_tokens or ():
         if text.startswith("-"):
@@ -239,6 +246,7 @@ def bench_offline(
         num_steps=steps,
         budget_tokens=config.scheduler.budget_tokens,
         profiled=profile,
+        num_distinct=distinct_prompts,
     )
     tandem_log.configure(log_level)
 

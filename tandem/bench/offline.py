@@ -60,15 +60,23 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Mix:
-    """Requests that arrive at once: "512x1024x256" are 512 of 1024 tokens in and 256 out."""
+    """Requests that arrive at once: "512x1024x256" are 512 of 1024 tokens in and 256 out. With a
+    fourth number, no more than that are in the engine: the next comes when one has ended."""
 
     num_requests: int
     num_in: int
     num_out: int
+    num_at_once: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.num_requests} x ({self.num_in} in, {self.num_out} out)"
+        limit = "" if self.num_at_once is None else f", {self.num_at_once} at once"
+        return f"{self.num_requests} x ({self.num_in} in, {self.num_out} out){limit}"
+
+    @property
+    def num_rows(self) -> int:
+        """Most of them that decode together."""
+        return min(self.num_at_once or 256, self.num_requests)
 
 
 def parse_prompts(text: str) -> Prompts:
@@ -79,7 +87,7 @@ def parse_prompts(text: str) -> Prompts:
 
 def parse_mix(text: str) -> Mix:
     """Raises: ConfigError."""
-    return Mix(*_numbers("mixed", text, (3,), "REQUESTSxINxOUT, as 512x1024x256"))
+    return Mix(*_numbers("mixed", text, (3, 4), "REQUESTSxINxOUT or REQUESTSxINxOUTxATONCE"))
 
 
 def _numbers(flag: str, text: str, counts: tuple[int, ...], form: str) -> list[int]:
@@ -95,7 +103,8 @@ def _numbers(flag: str, text: str, counts: tuple[int, ...], form: str) -> list[i
 
 @dataclass(frozen=True)
 class Cases:
-    """What is measured. `budget_tokens`: least tokens of a step."""
+    """What is measured. `budget_tokens`: least tokens of a step. `num_distinct`: how many prompts
+    the rows of a decode batch share; None: each has its own."""
 
     prompts: tuple[Prompts, ...]
     batches: tuple[int, ...]
@@ -105,12 +114,13 @@ class Cases:
     num_rounds: int
     budget_tokens: int
     profiled: tuple[int, ...] = ()
+    num_distinct: int | None = None
 
     @property
     def num_rows(self) -> int:
         """Most sequences at once."""
         rows = [8, *self.batches, *(item.num_rows for item in self.prompts)]
-        return max([*rows, min(256, self.mix.num_requests)] if self.mix else rows)
+        return max([*rows, self.mix.num_rows] if self.mix else rows)
 
     def num_answer_tokens(self, batch: int) -> int:
         """So many that no sequence of a batch ends before the last one is timed."""
@@ -123,7 +133,7 @@ class Cases:
         for batch in self.batches:
             found.append((batch, self.decode_prompt + self.num_answer_tokens(batch)))
         if self.mix is not None:
-            found.append((self.num_rows, self.mix.num_in + self.mix.num_out))
+            found.append((self.mix.num_rows, self.mix.num_in + self.mix.num_out))
         return found
 
 
@@ -144,6 +154,7 @@ def default_cases(
     num_rounds: int = 5,
     budget_tokens: int = 0,
     profiled: list[int] | None = None,
+    num_distinct: int | None = None,
 ) -> Cases:
     """Cases that take a minute on the machine at hand, where nothing else is asked for.
 
@@ -169,6 +180,7 @@ def default_cases(
         num_rounds=num_rounds,
         budget_tokens=budget,
         profiled=tuple(profiled or ()),
+        num_distinct=num_distinct,
     )
 
 
@@ -338,17 +350,19 @@ class _Bench:
         """None when the ranks are processes of their own: then nobody says where time goes."""
         return getattr(self._core._executor, "runner", None)
 
-    def _add(self, num_tokens: int, max_tokens: int) -> None:
+    def _request(self, num_tokens: int, max_tokens: int, seed: int | None = None) -> EngineRequest:
+        """With a prompt of its own, or that of `seed`."""
         self._count += 1
-        request_id = f"bench-{self._count}"
-        self._core.add(
-            EngineRequest(
-                request_id=request_id,
-                prompt_token_ids=random_prompt(self._count, num_tokens, self._core.info.vocab_size),
-                sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-            )
+        own = self._count if seed is None else -1 - seed
+        return EngineRequest(
+            request_id=f"bench-{self._count}",
+            prompt_token_ids=random_prompt(own, num_tokens, self._core.info.vocab_size),
+            sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         )
-        self._live.add(request_id)
+
+    def _add(self, request: EngineRequest) -> None:
+        self._core.add(request)
+        self._live.add(request.request_id)
 
     def _step(self) -> int:
         """Tokens that one turn of the loop produced."""
@@ -374,14 +388,14 @@ class _Bench:
 
     def warm_up(self) -> None:
         """The first token, and one step of decoding."""
-        self._add(16, 3)
+        self._add(self._request(16, 3))
         self._drain()
 
     def prefill(self, prompts: Prompts) -> Row:
         times: list[float] = []
         for index in range(self._cases.num_rounds + 1):
             for _ in range(prompts.num_rows):
-                self._add(prompts.num_tokens, 1)
+                self._add(self._request(prompts.num_tokens, 1))
             start = time.perf_counter()
             self._drain()
             if index:  # the first round warms up
@@ -395,8 +409,10 @@ class _Bench:
 
     def _start_decode(self, batch: int) -> None:
         """Every sequence has its first token; the next step decodes all of them."""
-        for _ in range(batch):
-            self._add(self._cases.decode_prompt, self._cases.num_answer_tokens(batch))
+        cases = self._cases
+        for index in range(batch):
+            seed = None if cases.num_distinct is None else index % cases.num_distinct
+            self._add(self._request(cases.decode_prompt, cases.num_answer_tokens(batch), seed))
         while self._step() < batch:
             pass
         for _ in range(2):
@@ -421,6 +437,8 @@ class _Bench:
         context = self._cases.decode_prompt + self._cases.num_steps // 2
         floor = decode_floor_s(self.work, self._machine, batch, context, touched)
         what = f"decode batch {batch}"
+        if self._cases.num_distinct is not None:
+            what += f", {min(batch, self._cases.num_distinct)} prompts"
         return Row(what, batch / seconds, batch / floor, seconds * 1e3, host_ms, touched)
 
     def _touched_experts(self) -> float | None:
@@ -442,13 +460,17 @@ class _Bench:
         return found
 
     def mixed(self, mix: Mix) -> Row:
-        for _ in range(mix.num_requests):
-            self._add(mix.num_in, mix.num_out)
+        count = 0
+        at_once = mix.num_at_once or mix.num_requests
+        left = [self._request(mix.num_in, mix.num_out) for _ in range(mix.num_requests)]
         start = time.perf_counter()
-        count = self._drain()
+        while left or self._live:
+            while left and len(self._live) < at_once:
+                self._add(left.pop())
+            count += self._step()
         seconds = time.perf_counter() - start
         assert count == mix.num_requests * mix.num_out, count
-        rows = min(self._cases.num_rows, mix.num_requests)
+        rows = min(at_once, self._cases.num_rows)
         floor = prefill_floor_s(self.work, self._machine, mix.num_in, mix.num_requests)
         context = mix.num_in + mix.num_out // 2
         steps = mix.num_requests * mix.num_out / rows

@@ -228,7 +228,7 @@ def test_plan_refuses_bad_values_in_one_line(run, nano, flags, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "model_type='llama'"),
+        ({"model_type": "gpt2"}, "model_type='gpt2'"),
         ({"model_type": None}, "model_type=None"),
         ({"hybrid_override_pattern": "MXM"}, "hybrid_override_pattern has 'X'"),
     ],

@@ -87,6 +87,25 @@ def test_touched_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 3 < rows[1]["touched_experts"] <= 8
 
 
+def test_rows_may_share_prompts_and_requests_may_come_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline, "measure_machine", lambda threads: MACHINE)
+    folder = save_tiny("nemotron_h_moe", tmp_path / "moe")
+    cases = offline.default_cases(
+        False, prompts=["none"], batches=[4], mixed="5x12x3x2", num_steps=2, num_distinct=1
+    )
+    assert cases.num_rows == 8
+    rows = offline.run_offline(build_config(str(folder), {"threads": 1}), cases)["rows"]
+    assert [row["what"] for row in rows] == [
+        "decode batch 4, 1 prompts",
+        "mixed 5 x (12 in, 3 out), 2 at once",
+    ]
+    # Equal rows choose equal experts.
+    assert rows[0]["touched_experts"] == 3
+    assert rows[1]["tokens_per_s"] == pytest.approx(15 / rows[1]["ms"] * 1e3)
+
+
 def test_the_defaults_of_a_gpu_are_those_of_its_figures() -> None:
     cases = offline.default_cases(True)
     assert [item.name for item in cases.prompts] == ["1024", "8192", "30000", "16 x 8192"]
@@ -103,7 +122,7 @@ def test_prompts_of_another_form_are_refused(text: str) -> None:
         offline.default_cases(False, prompts=[text])
 
 
-@pytest.mark.parametrize("text", ["512", "512x1024", "0x1x1"])
+@pytest.mark.parametrize("text", ["512", "512x1024", "0x1x1", "1x1x1x0", "1x1x1x1x1"])
 def test_a_mix_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="mixed="):
         offline.default_cases(False, mixed=text)
