@@ -18,6 +18,7 @@ from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
 from tandem.ops.experts import experts_mlp, route
 from tandem.ops.norm import add_rms_norm, gated_rms_norm
+from tandem.ops.selective_scan import selective_scan_prefill, selective_scan_update
 from tandem.ops.ssd import ssd_prefill, ssd_update
 
 _DTYPE = torch.bfloat16
@@ -149,6 +150,46 @@ def ssd_prefill_case(shapes: Shapes, lengths: list[int]) -> Case:
     return Case(
         f"{shapes.name} ssd_prefill {rows} x {lengths[0]}", build, nbytes, num_tokens * flops
     )
+
+
+# Channels and state size of the Mamba-1 layers of Jamba and FalconMamba.
+_MAMBA1 = (8192, 16)
+
+
+def _mamba1_inputs(num_tokens: int) -> tuple:
+    """x, dt, A, B, C, D, z and dt_bias; z, B and C are slices, as their producers leave them."""
+    channels, size = _MAMBA1
+    B, C = _randn(num_tokens, 1, 256 + 2 * size)[..., 256:].chunk(2, dim=-1)
+    A = -_randn(channels, size, dtype=torch.float32).exp()
+    D, bias = _randn(2, channels, dtype=torch.float32)
+    x, dt = _randn(2, num_tokens, channels)
+    return x, dt, A, B, C, D, _randn(num_tokens, 2 * channels)[:, channels:], bias
+
+
+def selective_scan_update_case(rows: int, dtype: torch.dtype = torch.float32) -> Case:
+    def build() -> Callable[[], object]:
+        *values, bias = _mamba1_inputs(rows)
+        state, slots = _strided(max(rows, 8), 32, _MAMBA1, dtype), _slots(rows)
+        return lambda: selective_scan_update(*values, state, slots, bias)
+
+    channels, size = _MAMBA1
+    kind = "" if dtype is torch.float32 else ", bf16 state"
+    nbytes = rows * channels * (2 * size * dtype.itemsize + 8) + channels * size * 4
+    return Case(f"mamba1 selective_scan_update {rows}{kind}", build, nbytes)
+
+
+def selective_scan_prefill_case(lengths: list[int]) -> Case:
+    num_tokens, rows = sum(lengths), len(lengths)
+
+    def build() -> Callable[[], object]:
+        *values, bias = _mamba1_inputs(num_tokens)
+        state = _strided(rows, 32, _MAMBA1, torch.float32)
+        rest = (_slots(rows), _starts(lengths), torch.ones(rows, dtype=torch.bool, device="cuda"))
+        return lambda: selective_scan_prefill(*values, state, *rest, bias)
+
+    channels, size = _MAMBA1
+    nbytes = channels * (8 * num_tokens + 8 * size * rows)
+    return Case(f"mamba1 selective_scan_prefill {rows} x {lengths[0]}", build, nbytes)
 
 
 def conv1d_case(shapes: Shapes, lengths: list[int], is_update: bool) -> Case:
@@ -285,6 +326,11 @@ def cases() -> Iterator[Case]:
     for lengths in ([1024], [8192], [8192] * 16):
         yield ssd_prefill_case(NANO, lengths)
     yield ssd_prefill_case(NEMOTRON_8B, [8192])
+    for rows in (1, 64, 256):
+        yield selective_scan_update_case(rows)
+    yield selective_scan_update_case(256, _DTYPE)
+    for lengths in ([1024], [8192], [8192] * 16):
+        yield selective_scan_prefill_case(lengths)
     for rows in (1, 256):
         yield conv1d_case(NANO, [1] * rows, is_update=True)
     for lengths in ([1024], [8192] * 4):

@@ -72,11 +72,13 @@ def check_ssd_prefill(
     limit: tuple[float, float] = NO_LIMIT,
     has_skip: bool = True,
     is_random: bool = False,
+    gap: int = 3,
 ) -> None:
+    """gap: elements in front of each row; tiles in hardware need them to keep 16 bytes."""
     rng = Random(device)
     num_tokens, rows = sum(lengths), len(lengths)
     widths = [heads * head_dim, groups * state_size, groups * state_size]
-    x, B, C = rng.normal(num_tokens, sum(widths) + 3, dtype=dtype)[:, 3:].split(widths, dim=1)
+    x, B, C = rng.normal(num_tokens, sum(widths) + gap, dtype=dtype)[:, gap:].split(widths, dim=1)
     x, B, C = (
         x.unflatten(1, (heads, head_dim)),
         B.unflatten(1, (groups, state_size)),

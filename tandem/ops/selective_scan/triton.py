@@ -1,6 +1,8 @@
 """The selective scan as Triton kernels; same functions as `reference`, in which shapes are stated.
 
-State is read from and written to its slots in the same pass. Arithmetic is fp32.
+State is read from and written to its slots in the same pass. Arithmetic is fp32. Every channel has
+decays of its own for each of its states, so that nothing becomes a matrix product: prefill is bound
+by exponentials, one for each token, channel and state, not by bytes.
 """
 
 import torch
@@ -16,12 +18,16 @@ from tandem.ops.tiles import (
     find_tile,
     is_plain,
     kernel,
+    num_processors,
     num_tiles,
     row_tile,
 )
+from tandem.ops.tuning import tuned
 
-_LOG2_E = 1.4426950408889634
-OPTS = {"BT": 8, "BD": 32, "num_warps": 1, "PREFETCH": False}
+# Tokens of a tile: as many as a thread can unroll without running out of registers.
+_TILE_TOKENS = 8
+# States that a warp of prefill holds: sixteen in each thread at most, four at least.
+_MOST_STATES, _FEWEST_STATES = 512, 128
 
 
 def supports(x: torch.Tensor) -> bool:
@@ -46,8 +52,8 @@ def selective_scan_prefill(
 ) -> torch.Tensor:
     """See `reference.selective_scan_prefill`.
 
-    One program walks a few channels of one sequence, tile after tile of tokens, with the state in
-    registers. Within a tile all tokens of a channel lie in one thread.
+    One warp walks a few channels of one sequence, tile after tile of tokens, with the state in
+    registers: all states of a channel in one thread, where there are enough channels for that.
     """
     if not _is_addressable(x, dt, B, C, z, state):
         return reference.selective_scan_prefill(
@@ -59,15 +65,17 @@ def selective_scan_prefill(
     _, channels, state_size = state.shape
     groups = B.shape[1]
     rounding = rounding if state.dtype is not torch.float32 else None
-    tiles = triton.cdiv(channels // groups, OPTS["BD"])
-    rows, tokens = len(slots), OPTS["BT"]
+    rows, tokens = len(slots), _TILE_TOKENS
     width = max(8, triton.next_power_of_2(state_size))
+    tile = channel_tile(channels * rows, width, num_processors(x.device))
+    tiles = triton.cdiv(channels // groups, tile)
+    # One tile more: the last program fetches it ahead and does not use it.
     wide = torch.empty(
-        (num_tiles(len(x), rows, tokens), groups, tokens, 2, width),
+        (num_tiles(len(x), rows, tokens) + 1, groups, tokens, 2, width),
         dtype=torch.float32,
         device=x.device,
     )
-    widen_kernel[(len(wide), groups)](
+    widen_kernel[(len(wide) - 1, groups)](
         B,
         C,
         query_start,
@@ -113,7 +121,9 @@ def selective_scan_prefill(
         IS_RANDOM=rounding is not None,
         BN=width,
         BR=row_tile(rows),
-        **OPTS,
+        BT=tokens,
+        BD=tile,
+        num_warps=1,
     )
     return y
 
@@ -143,8 +153,9 @@ def selective_scan_update(
     groups = B.shape[1]
     rounding = rounding if state.dtype is not torch.float32 else None
     width = max(8, triton.next_power_of_2(state_size))
-    tile = min(max(1, 2048 // width), triton.next_power_of_2(channels // groups))
-    grid = (groups * triton.cdiv(channels // groups, tile), len(x))
+    tiles = {"BD": min(max(1, 1024 // width), triton.next_power_of_2(channels // groups))}
+    tiles = tuned("selective_scan_update", len(x), x.device, {**tiles, "num_warps": 2})
+    grid = (groups * triton.cdiv(channels // groups, tiles["BD"]), len(x))
     selective_scan_update_kernel[grid](
         x,
         dt,
@@ -175,11 +186,22 @@ def selective_scan_update(
         HAS_SKIP=D is not None,
         HAS_GATE=z is not None,
         IS_RANDOM=rounding is not None,
-        BD=tile,
         BN=width,
-        num_warps=4,
+        **tiles,
     )
     return y
+
+
+def channel_tile(num_channels: int, width: int, processors: int) -> int:
+    """Channels of a program of prefill, so that about two warps run on each of the four parts of a
+    processor.
+
+    Fewer channels share their states among more threads, which costs more work in all.
+    """
+    tile = max(1, min(32, _MOST_STATES // width))
+    while tile > 4 and tile * width > _FEWEST_STATES and num_channels // tile < 8 * processors:
+        tile //= 2
+    return tile
 
 
 def _is_addressable(
@@ -315,7 +337,10 @@ def widen_kernel(
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """B and C of BT tokens of one sequence and group in fp32, zeros beyond: wide[tile, group]."""
+    """B and C of BT tokens of one sequence and group, in fp32.
+
+    wide[tile, group, token] = B0, C0, B1, C1, ...; zeros beyond the sequence and beyond N.
+    """
     i_tile = tl.program_id(0)
     i_group = tl.program_id(1)
     i_row, i_t = find_tile(p_query_start, num_rows, i_tile, BT, BR)
@@ -327,18 +352,26 @@ def widen_kernel(
     at = start + i_t * BT + o_t
     m = (i_t * BT + o_t < length)[:, None] & (o_n < N)[None, :]
     p_to = p_wide + (i_tile.to(tl.int64) * G + i_group) * (2 * BT * BN)
-    p_to += o_t[:, None] * (2 * BN) + o_n[None, :]
+    p_to += o_t[:, None] * (2 * BN) + 2 * o_n[None, :]
     b_B = tl.load(p_B + at[:, None] * B_token + i_group * B_group + o_n[None, :], mask=m, other=0.0)
     b_C = tl.load(p_C + at[:, None] * C_token + i_group * C_group + o_n[None, :], mask=m, other=0.0)
     tl.store(p_to, b_B.to(tl.float32))
-    tl.store(p_to + BN, b_C.to(tl.float32))
+    tl.store(p_to + 1, b_C.to(tl.float32))
 
 
-# Without knowing that rows are aligned, Triton gives each thread one channel and all tokens of it.
+@triton.jit
+def _load_rows(p, token, m, BT: tl.constexpr):
+    """[BT, BD] from p [1, BD] on."""
+    return tl.load(p + tl.arange(0, BT)[:, None] * token, mask=m, other=0.0)
+
+
+# Triton does not learn that rows are aligned: then it gives a thread one channel and all tokens of
+# a tile, and not eight channels of one token, which it would have to shuffle.
 @triton.jit(
     do_not_specialize=["seed"],
     do_not_specialize_on_alignment=[
-        "p_x", "p_dt", "p_z", "p_y", "p_slots", "p_query_start", "p_has_state", "p_positions"
+        "p_x", "p_dt", "p_z", "p_y", "p_wide",
+        "p_slots", "p_query_start", "p_has_state", "p_positions",
     ],
 )  # fmt: skip
 def selective_scan_prefill_kernel(
@@ -372,7 +405,6 @@ def selective_scan_prefill_kernel(
     BD: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """BD channels of one sequence."""
     num_d: tl.constexpr = (D // G + BD - 1) // BD
@@ -384,74 +416,66 @@ def selective_scan_prefill_kernel(
         return
     o_own = tl.program_id(0) % num_d * BD + tl.arange(0, BD)
     o_d = i_group * (D // G) + o_own
-    o_n = tl.arange(0, BN)
     o_t = tl.arange(0, BT)
     m_d = o_own < D // G
+    o_n = tl.arange(0, BN)
     m_h = (o_n < N)[:, None] & m_d[None, :]
     num_live = tl.load(p_has_state + i_row).to(tl.int32) * N
     p_h = p_state + tl.load(p_slots + i_row).to(tl.int64) * state_slot
     p_h = p_h + o_d[None, :] * N + o_n[:, None]
-    b_h = tl.load(p_h, mask=m_h & (o_n < num_live)[:, None], other=0.0).to(tl.float32)  # [BN, BD]
+    b_h = tl.load(p_h, mask=m_h & (o_n < num_live)[:, None], other=0.0).to(tl.float32)
     p_A += o_d[None, :] * A_channel + o_n[:, None] * A_state
     b_A = tl.load(p_A, mask=m_h, other=0.0).to(tl.float32) * 1.4426950408889634
     b_bias = tl.load(p_dt_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_skip = tl.zeros([BD], tl.float32)
     if HAS_SKIP:
         b_skip += tl.load(p_D + o_d, mask=m_d, other=0.0).to(tl.float32)
-    p_x += start * x_token
-    p_dt += start * dt_token
+    p_x += start * x_token + o_d[None, :]
+    p_dt += start * dt_token + o_d[None, :]
+    p_z += start * z_token + o_d[None, :]
+    p_y += start * D + o_t[:, None] * D + o_d[None, :]
     i_tile = count_tiles(p_query_start, i_row, BT, BR).to(tl.int64)
     p_wide += (i_tile * G + i_group) * (2 * BT * BN)
-    p_z += start * z_token
-    p_y += start * D
-    if PREFETCH:
-        m = (o_t < length)[:, None] & m_d[None, :]
-        b_next_x = tl.load(p_x + o_t[:, None] * x_token + o_d[None, :], mask=m, other=0.0)
-        b_next_dt = tl.load(p_dt + o_t[:, None] * dt_token + o_d[None, :], mask=m, other=0.0)
-        b_next_z = b_next_x
-        if HAS_GATE:
-            b_next_z = tl.load(p_z + o_t[:, None] * z_token + o_d[None, :], mask=m, other=0.0)
+    p_wide += o_t[:, None] * (2 * BN) + tl.arange(0, 2 * BN)[None, :]
+    m = (o_t < length)[:, None] & m_d[None, :]
+    b_next_x = _load_rows(p_x, x_token, m, BT)
+    b_next_dt = _load_rows(p_dt, dt_token, m, BT)
+    b_next_z = b_next_x
+    if HAS_GATE:
+        b_next_z = _load_rows(p_z, z_token, m, BT)
+    b_next_wide = tl.load(p_wide)
     for first in range(0, length, BT):
         m = (first + o_t < length)[:, None] & m_d[None, :]
-        if PREFETCH:
-            b_x, b_dt, b_z = b_next_x, b_next_dt, b_next_z
-            p_x += BT * x_token
-            p_dt += BT * dt_token
-            p_z += BT * z_token
-            m_next = (first + BT + o_t < length)[:, None] & m_d[None, :]
-            b_next_x = tl.load(p_x + o_t[:, None] * x_token + o_d[None, :], mask=m_next, other=0.0)
-            b_next_dt = tl.load(
-                p_dt + o_t[:, None] * dt_token + o_d[None, :], mask=m_next, other=0.0
-            )
-            if HAS_GATE:
-                b_next_z = tl.load(
-                    p_z + o_t[:, None] * z_token + o_d[None, :], mask=m_next, other=0.0
-                )
-        else:
-            b_x = tl.load(p_x + o_t[:, None] * x_token + o_d[None, :], mask=m, other=0.0)
-            b_dt = tl.load(p_dt + o_t[:, None] * dt_token + o_d[None, :], mask=m, other=0.0)
-            if HAS_GATE:
-                b_z = tl.load(p_z + o_t[:, None] * z_token + o_d[None, :], mask=m, other=0.0)
-            p_x += BT * x_token
-            p_dt += BT * dt_token
-            p_z += BT * z_token
-        b_x = b_x.to(tl.float32)
+        b_x, b_dt, b_z, b_wide = b_next_x.to(tl.float32), b_next_dt, b_next_z, b_next_wide
+        p_x += BT * x_token
+        p_dt += BT * dt_token
+        p_z += BT * z_token
+        p_wide += G * 2 * BT * BN
+        m_next = (first + BT + o_t < length)[:, None] & m_d[None, :]
+        b_next_x = _load_rows(p_x, x_token, m_next, BT)
+        b_next_dt = _load_rows(p_dt, dt_token, m_next, BT)
+        if HAS_GATE:
+            b_next_z = _load_rows(p_z, z_token, m_next, BT)
+        b_next_wide = tl.load(p_wide)
+        # Or the compiler moves these loads to where they are used, and every one is waited for.
+        tl.debug_barrier()
         # Beyond the sequence nothing decays and nothing is added.
         b_step = tl.where(m, _softplus(b_dt.to(tl.float32) + b_bias[None, :]), 0.0)
         b_added = b_step * b_x
         b_y = b_x * b_skip[None, :]
         for t in tl.static_range(BT):
-            b_B = tl.load(p_wide + t * 2 * BN + o_n)
-            b_C = tl.load(p_wide + (t * 2 + 1) * BN + o_n)
-            m_now = (o_t == t)[:, None]
-            b_now = tl.sum(tl.where(m_now, b_step, 0.0), 0)
-            b_in = tl.sum(tl.where(m_now, b_added, 0.0), 0)
+            # Row t of each tile: a register of each thread, or of one half of them.
+            is_now = (o_t == t)[:, None]
+            b_now = tl.sum(tl.where(is_now, b_step, 0.0), 0)  # [BD]
+            b_in = tl.sum(tl.where(is_now, b_added, 0.0), 0)
+            b_row = tl.sum(tl.where(is_now, b_wide, 0.0), 0)  # [2 BN]
+            b_B, b_C = tl.split(tl.reshape(b_row, [BN, 2]))
             b_h = b_h * tl.exp2(b_now[None, :] * b_A) + b_in[None, :] * b_B[:, None]
-            b_y += tl.where(m_now, tl.sum(b_h * b_C[:, None], 0)[None, :], 0.0)
+            b_out = tl.sum(b_h * b_C[:, None], 0)  # [BD]
+            b_y += tl.where(is_now, b_out[None, :], 0.0)
         if HAS_GATE:
             b_y *= _silu(b_z.to(tl.float32))
-        tl.store(p_y + o_t[:, None] * D + o_d[None, :], b_y.to(p_y.dtype.element_ty), mask=m)
-        p_wide += G * 2 * BT * BN
+        tl.store(p_y, b_y.to(p_y.dtype.element_ty), mask=m)
         p_y += BT * D
     if IS_RANDOM:
         b_random = tl.trans(random_bits(seed, tl.load(p_positions + i_row), o_d, N, BN))
