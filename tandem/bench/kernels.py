@@ -16,7 +16,7 @@ from rich.table import Table
 from tandem.errors import ConfigError
 from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
-from tandem.ops.experts import experts_mlp, route
+from tandem.ops.experts import Router, experts_mlp, route
 from tandem.ops.norm import add_rms_norm, gated_rms_norm
 from tandem.ops.selective_scan import selective_scan_prefill, selective_scan_update
 from tandem.ops.ssd import ssd_prefill, ssd_update
@@ -295,6 +295,22 @@ def routing_case(shapes: Shapes, num_tokens: int) -> Case:
     return Case(f"{shapes.name} route {num_tokens}", build, nbytes)
 
 
+def router_case(shapes: Shapes, num_tokens: int) -> Case:
+    """Product with the gate in fp32, and the choice."""
+    assert shapes.experts is not None
+    num_experts, _, top_k = shapes.experts
+
+    def build() -> Callable[[], object]:
+        x, gate = _randn(num_tokens, shapes.hidden), _randn(num_experts, shapes.hidden).float()
+        bias = _randn(num_experts).float()
+        router = Router(gate.mul_(0.02), bias, top_k, 1, 1, True, 2.5)
+        return lambda: router(x)
+
+    nbytes = num_tokens * (shapes.hidden * 2 + top_k * 12) + num_experts * shapes.hidden * 4
+    flops = 3 * 2.0 * num_tokens * num_experts * shapes.hidden  # as bf16 products
+    return Case(f"{shapes.name} router {num_tokens}", build, nbytes, flops)
+
+
 def experts_case(shapes: Shapes, num_tokens: int) -> Case:
     """Tokens choose evenly at random; the bytes are those of the experts that were chosen."""
     assert shapes.experts is not None
@@ -351,6 +367,7 @@ def cases() -> Iterator[Case]:
         yield gated_norm_case(NANO, num_tokens)
     for num_tokens in (256, 8192):
         yield routing_case(NANO, num_tokens)
+        yield router_case(NANO, num_tokens)
     for num_tokens in (1, 8, 32, 64, 256, 1024, 8192):
         yield experts_case(NANO, num_tokens)
 
