@@ -168,9 +168,9 @@ def _mamba1_inputs(num_tokens: int) -> tuple:
 
 def selective_scan_update_case(rows: int, dtype: torch.dtype = torch.float32) -> Case:
     def build() -> Callable[[], object]:
-        *values, bias = _mamba1_inputs(rows)
+        x, dt, A, B, C, D, z, bias = _mamba1_inputs(rows)
         state, slots = _strided(max(rows, 8), 32, _MAMBA1, dtype), _slots(rows)
-        return lambda: selective_scan_update(*values, state, slots, bias)
+        return lambda: selective_scan_update(x, dt, A, B, C, D, z, state, slots, bias)
 
     channels, size = _MAMBA1
     kind = "" if dtype is torch.float32 else ", bf16 state"
@@ -182,10 +182,10 @@ def selective_scan_prefill_case(lengths: list[int]) -> Case:
     num_tokens, rows = sum(lengths), len(lengths)
 
     def build() -> Callable[[], object]:
-        *values, bias = _mamba1_inputs(num_tokens)
+        x, dt, A, B, C, D, z, bias = _mamba1_inputs(num_tokens)
         state = _strided(rows, 32, _MAMBA1, torch.float32)
         rest = (_slots(rows), _starts(lengths), torch.ones(rows, dtype=torch.bool, device="cuda"))
-        return lambda: selective_scan_prefill(*values, state, *rest, bias)
+        return lambda: selective_scan_prefill(x, dt, A, B, C, D, z, state, *rest, bias)
 
     channels, size = _MAMBA1
     nbytes = channels * (8 * num_tokens + 8 * size * rows)
