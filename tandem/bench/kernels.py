@@ -16,8 +16,10 @@ from rich.table import Table
 from tandem.errors import ConfigError
 from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
-from tandem.ops.experts import Router, experts_mlp, route
+from tandem.ops.experts import experts_mlp, route
 from tandem.ops.norm import add_rms_norm, gated_rms_norm
+from tandem.ops.rotary import rotate_and_write
+from tandem.ops.sampling import draw
 from tandem.ops.selective_scan import selective_scan_prefill, selective_scan_update
 from tandem.ops.ssd import ssd_prefill, ssd_update
 
@@ -168,9 +170,9 @@ def _mamba1_inputs(num_tokens: int) -> tuple:
 
 def selective_scan_update_case(rows: int, dtype: torch.dtype = torch.float32) -> Case:
     def build() -> Callable[[], object]:
-        x, dt, A, B, C, D, z, bias = _mamba1_inputs(rows)
+        *values, bias = _mamba1_inputs(rows)
         state, slots = _strided(max(rows, 8), 32, _MAMBA1, dtype), _slots(rows)
-        return lambda: selective_scan_update(x, dt, A, B, C, D, z, state, slots, bias)
+        return lambda: selective_scan_update(*values, state, slots, bias)
 
     channels, size = _MAMBA1
     kind = "" if dtype is torch.float32 else ", bf16 state"
@@ -182,10 +184,10 @@ def selective_scan_prefill_case(lengths: list[int]) -> Case:
     num_tokens, rows = sum(lengths), len(lengths)
 
     def build() -> Callable[[], object]:
-        x, dt, A, B, C, D, z, bias = _mamba1_inputs(num_tokens)
+        *values, bias = _mamba1_inputs(num_tokens)
         state = _strided(rows, 32, _MAMBA1, torch.float32)
         rest = (_slots(rows), _starts(lengths), torch.ones(rows, dtype=torch.bool, device="cuda"))
-        return lambda: selective_scan_prefill(x, dt, A, B, C, D, z, state, *rest, bias)
+        return lambda: selective_scan_prefill(*values, state, *rest, bias)
 
     channels, size = _MAMBA1
     nbytes = channels * (8 * num_tokens + 8 * size * rows)
@@ -262,6 +264,41 @@ def write_kv_case(shapes: Shapes, num_tokens: int) -> Case:
     return Case(f"{shapes.name} write_kv {num_tokens}", build, nbytes)
 
 
+def rotary_case(shapes: Shapes, num_tokens: int) -> Case:
+    """Queries and keys turned, keys and values written to their pages."""
+    heads, kv_heads, head_dim = shapes.heads, shapes.kv_heads, shapes.head_dim
+
+    def build() -> Callable[[], object]:
+        kv, table, _ = _paged(shapes, [num_tokens], 16)
+        of_all = _randn(num_tokens, heads + 2 * kv_heads, head_dim)
+        q, k, v = of_all.split([heads, kv_heads, kv_heads], dim=1)
+        at = torch.arange(num_tokens, device="cuda")
+        where = (kv, table[0, at // 16].long(), at % 16)
+        cos, sin = torch.rand(2, num_tokens, head_dim // 2, device="cuda")
+        return lambda: rotate_and_write(q, k, v, at, cos, sin, head_dim, *where)
+
+    nbytes = num_tokens * head_dim * 4 * (heads + 2 * kv_heads + 1)
+    return Case(f"{shapes.name} rotary and write_kv {num_tokens}", build, nbytes)
+
+
+def draw_case(rows: int, vocab: int, cut: str) -> Case:
+    """Logits with a standard deviation of 4: of a temperature of 0.8, top-p 0.95 keeps hundreds."""
+
+    def build() -> Callable[[], object]:
+        logits = 4 * _randn(rows, vocab, dtype=torch.float32)
+        own = torch.arange(rows, device="cuda")
+        temperature = torch.full((rows,), 0.8, device="cuda")
+        uniform = torch.rand(rows, dtype=torch.float64, device="cuda")
+        top_k = torch.full((rows,), 50 if cut == "top-k" else vocab, device="cuda")
+        top_p = torch.full((rows,), 0.95 if cut == "top-p" else 2.0, device="cuda").double()
+        min_p = torch.zeros(rows, device="cuda")
+        short, long = own if cut == "top-k" else None, own if cut == "top-p" else None
+        columns = (temperature, uniform, top_k, top_p, min_p)
+        return lambda: draw(logits, own, *columns, 50, short, long)
+
+    return Case(f"draw {rows} x {vocab}, {cut}", build, rows * vocab * 4)
+
+
 def norm_case(shapes: Shapes, num_tokens: int) -> Case:
     def build() -> Callable[[], object]:
         x, residual = _randn(2, num_tokens, shapes.hidden)
@@ -293,22 +330,6 @@ def routing_case(shapes: Shapes, num_tokens: int) -> Case:
 
     nbytes = num_tokens * (num_experts * 4 + top_k * 12)
     return Case(f"{shapes.name} route {num_tokens}", build, nbytes)
-
-
-def router_case(shapes: Shapes, num_tokens: int) -> Case:
-    """Product with the gate in fp32, and the choice."""
-    assert shapes.experts is not None
-    num_experts, _, top_k = shapes.experts
-
-    def build() -> Callable[[], object]:
-        x, gate = _randn(num_tokens, shapes.hidden), _randn(num_experts, shapes.hidden).float()
-        bias = _randn(num_experts).float()
-        router = Router(gate.mul_(0.02), bias, top_k, 1, 1, True, 2.5)
-        return lambda: router(x)
-
-    nbytes = num_tokens * (shapes.hidden * 2 + top_k * 12) + num_experts * shapes.hidden * 4
-    flops = 3 * 2.0 * num_tokens * num_experts * shapes.hidden  # as bf16 products
-    return Case(f"{shapes.name} router {num_tokens}", build, nbytes, flops)
 
 
 def experts_case(shapes: Shapes, num_tokens: int) -> Case:
@@ -363,11 +384,15 @@ def cases() -> Iterator[Case]:
         yield attention_prefill_case(NANO, rows, length, page_tokens)
     yield write_kv_case(NANO, 8192)
     for num_tokens in (1, 256, 8192):
+        yield rotary_case(NEMOTRON_8B, num_tokens)
+    for rows in (1, 256):
+        for cut in ("no cut", "top-k", "top-p"):
+            yield draw_case(rows, 131072, cut)
+    for num_tokens in (1, 256, 8192):
         yield norm_case(NANO, num_tokens)
         yield gated_norm_case(NANO, num_tokens)
     for num_tokens in (256, 8192):
         yield routing_case(NANO, num_tokens)
-        yield router_case(NANO, num_tokens)
     for num_tokens in (1, 8, 32, 64, 256, 1024, 8192):
         yield experts_case(NANO, num_tokens)
 

@@ -5,6 +5,7 @@ import torch
 from transformers import BambaConfig
 from transformers.models.bamba.modeling_bamba import BambaRotaryEmbedding, apply_rotary_pos_emb
 
+from tandem.ops.rotary import rotate_and_write
 from tandem.ops.rotary.reference import apply_rotary, rotary_frequencies, rotary_tables
 from tests.tolerances import assert_close
 
@@ -62,3 +63,18 @@ def test_rotary_equals_transformers(partial):
     turned_q, turned_k = apply_rotary(q, k, positions, *tables, int(16 * partial))
     assert_close(turned_q, expected_q.squeeze(0).transpose(0, 1))
     assert_close(turned_k, expected_k.squeeze(0).transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_are_written_as_they_turn(dtype):
+    """By the function that chooses: here the reference turns and the native kernel writes."""
+    q, k, v = randn(5, 6, 12).to(dtype).split([2, 2, 2], dim=1)
+    positions, at = torch.tensor([4, 0, 3, 9, 1]), torch.arange(5)
+    cos, sin = rotary_tables(rotary_frequencies(8, 10000.0), 16)
+    kv = torch.full((3, 2, 2, 8, 12), torch.nan, dtype=dtype)
+    out = rotate_and_write(q, k, v, positions, cos, sin, 8, kv, at % 3, at)
+    expected_q, expected_k = apply_rotary(q, k, positions, cos, sin, 8)
+    assert torch.equal(out, expected_q)
+    assert torch.equal(kv[at % 3, :, 0, at], expected_k)
+    assert torch.equal(kv[at % 3, :, 1, at], v)
+    assert int((~kv.isnan()).sum()) == k.numel() + v.numel()
