@@ -35,22 +35,22 @@ def rg_lru_prefill(
     plan = plan_chunks(query_start.tolist(), len(x), 1, x.device)
     decay, scale, gated = _terms(x, input_gate, decay_gate, A)
     # All first tokens, then all second ones, ...: the sequences that still run are a prefix.
-    decay, scale, gated = (plan.to_chunks(item).squeeze(1) for item in (decay, scale, gated))
-    running = state[slots].float()[plan.order]  # [S, H, P]
+    decay, added, gated = (
+        plan.to_chunks(item).squeeze(1) for item in (decay, gated * scale, gated)
+    )
     fresh = ~has_state[plan.order].view(-1, 1, 1)
+    # Selections, not products: the slot of a fresh sequence may hold NaN.
+    running = state[slots].float()[plan.order].masked_fill(fresh, 0.0)  # [S, H, P]
+    if plan.steps:
+        count = plan.steps[0]
+        added[:count] = torch.where(fresh[:count], gated[:count], added[:count])
     outputs: list[torch.Tensor] = []
     finished: list[torch.Tensor] = []
     first = 0
-    for step, count in enumerate(plan.steps):
-        here = slice(first, first + count)
+    for count in plan.steps:
         finished.append(running[count:])
-        running = running[:count]
-        added = gated[here] * scale[here]
-        if step == 0:
-            # Selections, not products: the slot of a fresh sequence may hold NaN.
-            running = running.masked_fill(fresh[:count], 0.0)
-            added = torch.where(fresh[:count], gated[here], added)
-        running = torch.addcmul(added, decay[here], running)
+        here = slice(first, first + count)
+        running = torch.addcmul(added[here], decay[here], running[:count])
         outputs.append(running)
         first += count
     finished.append(running)
