@@ -186,18 +186,17 @@ def test_delta_prefill(lengths, has_state, by_channel):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sub_tokens", "by_channel", "rate"),
+    ("tokens", "by_channel", "rate"),
     [
-        (32, 16, False, 1.0),
-        (64, 32, False, 1.0),
-        (64, 16, True, 1.0),
-        (32, 16, True, 50.0),  # channels that forget all within a block, beside others that do not
+        (32, False, 1.0),
+        (32, True, 1.0),
+        (16, True, 50.0),  # channels that forget all within a block, beside others that do not
+        (32, True, 50.0),
     ],
 )
-def test_delta_prefill_in_chunks_of_several_blocks(tokens, sub_tokens, by_channel, rate):
-    tiles = {"BT": tokens, "BS": sub_tokens, "BV": 16}
-    tiles |= {"num_warps": 4, "num_stages": 2, "chunk_warps": 4}
-    with trying("delta_prefill_channel" if by_channel else "delta_prefill", tiles):
+def test_delta_prefill_in_chunks_of_one_or_two_blocks(tokens, by_channel, rate):
+    tiles = {"BT": tokens, "BV": 16, "num_warps": 4, "num_stages": 3, "pair_warps": 4}
+    with trying("delta_prefill", tiles):
         cases.check_delta_prefill(
             delta_rule,
             "cpu",
