@@ -16,7 +16,7 @@ from rich.table import Table
 from tandem.errors import ConfigError
 from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
-from tandem.ops.experts import experts_mlp, route
+from tandem.ops.experts import Router, experts_mlp, route
 from tandem.ops.norm import add_rms_norm, gated_rms_norm
 from tandem.ops.rotary import rotate_and_write
 from tandem.ops.sampling import draw
@@ -170,9 +170,9 @@ def _mamba1_inputs(num_tokens: int) -> tuple:
 
 def selective_scan_update_case(rows: int, dtype: torch.dtype = torch.float32) -> Case:
     def build() -> Callable[[], object]:
-        *values, bias = _mamba1_inputs(rows)
+        x, dt, A, B, C, D, z, bias = _mamba1_inputs(rows)
         state, slots = _strided(max(rows, 8), 32, _MAMBA1, dtype), _slots(rows)
-        return lambda: selective_scan_update(*values, state, slots, bias)
+        return lambda: selective_scan_update(x, dt, A, B, C, D, z, state, slots, bias)
 
     channels, size = _MAMBA1
     kind = "" if dtype is torch.float32 else ", bf16 state"
@@ -184,10 +184,10 @@ def selective_scan_prefill_case(lengths: list[int]) -> Case:
     num_tokens, rows = sum(lengths), len(lengths)
 
     def build() -> Callable[[], object]:
-        *values, bias = _mamba1_inputs(num_tokens)
+        x, dt, A, B, C, D, z, bias = _mamba1_inputs(num_tokens)
         state = _strided(rows, 32, _MAMBA1, torch.float32)
         rest = (_slots(rows), _starts(lengths), torch.ones(rows, dtype=torch.bool, device="cuda"))
-        return lambda: selective_scan_prefill(*values, state, *rest, bias)
+        return lambda: selective_scan_prefill(x, dt, A, B, C, D, z, state, *rest, bias)
 
     channels, size = _MAMBA1
     nbytes = channels * (8 * num_tokens + 8 * size * rows)
@@ -332,6 +332,22 @@ def routing_case(shapes: Shapes, num_tokens: int) -> Case:
     return Case(f"{shapes.name} route {num_tokens}", build, nbytes)
 
 
+def router_case(shapes: Shapes, num_tokens: int) -> Case:
+    """Product with the gate in fp32, and the choice."""
+    assert shapes.experts is not None
+    num_experts, _, top_k = shapes.experts
+
+    def build() -> Callable[[], object]:
+        x, gate = _randn(num_tokens, shapes.hidden), _randn(num_experts, shapes.hidden).float()
+        bias = _randn(num_experts).float()
+        router = Router(gate.mul_(0.02), bias, top_k, 1, 1, True, 2.5)
+        return lambda: router(x)
+
+    nbytes = num_tokens * (shapes.hidden * 2 + top_k * 12) + num_experts * shapes.hidden * 4
+    flops = 3 * 2.0 * num_tokens * num_experts * shapes.hidden  # as bf16 products
+    return Case(f"{shapes.name} router {num_tokens}", build, nbytes, flops)
+
+
 def experts_case(shapes: Shapes, num_tokens: int) -> Case:
     """Tokens choose evenly at random; the bytes are those of the experts that were chosen."""
     assert shapes.experts is not None
@@ -393,6 +409,7 @@ def cases() -> Iterator[Case]:
         yield gated_norm_case(NANO, num_tokens)
     for num_tokens in (256, 8192):
         yield routing_case(NANO, num_tokens)
+        yield router_case(NANO, num_tokens)
     for num_tokens in (1, 8, 32, 64, 256, 1024, 8192):
         yield experts_case(NANO, num_tokens)
 

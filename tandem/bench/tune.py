@@ -21,6 +21,7 @@ from tandem.bench.kernels import (
     attention_prefill_case,
     experts_case,
     median_us,
+    router_case,
     ssd_update_case,
 )
 from tandem.log import get_logger
@@ -58,9 +59,25 @@ def searches() -> Iterator[Search]:
     many = grid(BM=(64, 128), BN=(128, 256), BK=(64,), num_warps=(4, 8), num_stages=(3, 4))
     assert NANO.experts is not None
     num_experts, _, top_k = NANO.experts
-    for num_tokens, candidates in ((8, few), (64, few), (256, some), (1024, some), (8192, many)):
+    for num_tokens, candidates in ((8, few), (64, few), (256, some), (1024, some), (2048, many)):
         upto = -(-num_tokens * top_k // num_experts)
         yield Search("experts_product", upto, experts_case(NANO, num_tokens), candidates)
+    # A row of BK values of 16 bits, 16 bytes of them to each thread.
+    runs = tuple(
+        {"BN": outputs, "BK": 256 * warps, "num_warps": warps}
+        for outputs in (1, 2, 4, 8, 16)
+        for warps in (2, 4, 8)
+    )
+    for op in ("experts_few_up", "experts_few_down"):
+        for num_tokens in (1, 2, 4):
+            yield Search(op, num_tokens, experts_case(NANO, num_tokens), runs)
+    tiles = grid(BN=(128, 256), BK=(64,), GROUP=(2, 4, 8, 16), num_warps=(8,), num_stages=(3, 4))
+    for num_tokens in (4096, 8192, 16384):
+        upto = num_tokens * top_k // num_experts + 64
+        yield Search("experts_tile_product", upto, experts_case(NANO, num_tokens), tiles)
+    tiles = grid(BT=(64, 128), BC=(64,), num_warps=(4, 8), num_stages=(3, 4))
+    for num_tokens in (4096, 8192, 16384):
+        yield Search("experts_router_many", num_tokens, router_case(NANO, num_tokens), tiles)
     tiles = grid(BK=(32, 64, 128), num_warps=(2, 4, 8), num_stages=(2, 3, 4))
     yield Search("attention_decode", 128, attention_decode_case(NANO, 256, 640, 16), tiles)
     tiles = grid(BQ=(64, 128), BK=(64, 128), num_warps=(4, 8), num_stages=(2, 3))
@@ -84,7 +101,9 @@ def measure(search: Search) -> dict[str, Any]:
                 found = launch()
             except OutOfResources:  # more shared memory or registers than there are
                 continue
-            if search.op != "ssd_update" and not _is_close(found, expected):
+            if search.op not in ("ssd_update", "experts_router_many") and not _is_close(
+                found, expected
+            ):
                 log.warning("%s with %s differs from the default tiles", search.case.name, tiles)
                 continue
             us = median_us(launch)
