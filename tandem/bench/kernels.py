@@ -16,8 +16,12 @@ from rich.table import Table
 from tandem.errors import ConfigError
 from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
+from tandem.ops.delta_rule import delta_prefill, delta_update
 from tandem.ops.experts import Router, experts_mlp, route
+from tandem.ops.linear_attention import linear_attention_prefill, linear_attention_update
 from tandem.ops.norm import add_rms_norm, gated_rms_norm
+from tandem.ops.norm_gate import norm_gate
+from tandem.ops.rg_lru import rg_lru_prefill, rg_lru_update
 from tandem.ops.rotary import rotate_and_write
 from tandem.ops.sampling import draw
 from tandem.ops.selective_scan import selective_scan_prefill, selective_scan_update
@@ -192,6 +196,119 @@ def selective_scan_prefill_case(lengths: list[int]) -> Case:
     channels, size = _MAMBA1
     nbytes = channels * (8 * num_tokens + 8 * size * rows)
     return Case(f"mamba1 selective_scan_prefill {rows} x {lengths[0]}", build, nbytes)
+
+
+# Heads of the delta rules of Qwen3-Next (a decay each, 16 key heads) and of Kimi-Linear (a decay of
+# each key channel), all of 128 x 128; heads of MiniMax-Text-01; blocks of RecurrentGemma-9B.
+_DELTA_HEADS = 32
+_DELTA_DIM = 128
+_LIGHTNING = (64, 128)
+_RG_LRU = (16, 256)
+
+
+def _row_arguments(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """slots, query_start and has_state of prompts that go on."""
+    rows = len(lengths)
+    return _slots(rows), _starts(lengths), torch.ones(rows, dtype=torch.bool, device="cuda")
+
+
+def _is_decode(lengths: list[int]) -> bool:
+    return max(lengths) == 1
+
+
+def _case_name(op: str, lengths: list[int], dtype: torch.dtype = torch.float32) -> str:
+    if not _is_decode(lengths):
+        return f"{op}_prefill {len(lengths)} x {lengths[0]}"
+    return f"{op}_update {len(lengths)}" + ("" if dtype is torch.float32 else ", bf16 state")
+
+
+def delta_case(lengths: list[int], by_channel: bool, dtype: torch.dtype = torch.float32) -> Case:
+    """Rows of one token each are a decode step."""
+    num_tokens, heads, dim = sum(lengths), _DELTA_HEADS, _DELTA_DIM
+    key_heads = heads if by_channel else heads // 2
+    inner = (heads, dim) if by_channel else (heads,)
+    widths = [key_heads * dim, key_heads * dim, heads * dim]
+
+    def build() -> Callable[[], object]:
+        q, k, v = _randn(num_tokens, sum(widths)).split(widths, dim=1)
+        q, k, v = (x.unflatten(1, (-1, dim)) for x in (q, k, v))
+        a, b = _randn(num_tokens, *inner), _randn(num_tokens, heads)
+        A, bias = -_randn(heads, dtype=torch.float32).exp(), _randn(*inner, dtype=torch.float32) - 2
+        state = _strided(max(len(lengths), 8), 4, (heads, dim, dim), dtype)
+        values = (q, k, v, a, b, A, bias, state)
+        if _is_decode(lengths):
+            slots = _slots(num_tokens)
+            return lambda: delta_update(*values, slots)
+        rows = _row_arguments(lengths)
+        return lambda: delta_prefill(*values, *rows)
+
+    nbytes = 2 * num_tokens * (sum(widths) + heads * dim + (heads * dim if by_channel else heads))
+    nbytes += 2 * len(lengths) * heads * dim * dim * dtype.itemsize
+    name = "kimi delta" if by_channel else "gated delta"
+    return Case(_case_name(name, lengths, dtype), build, nbytes)
+
+
+def linear_attention_case(lengths: list[int]) -> Case:
+    num_tokens, (heads, dim) = sum(lengths), _LIGHTNING
+
+    def build() -> Callable[[], object]:
+        q, k, v = _randn(num_tokens, heads, 3 * dim).split(dim, dim=-1)
+        A = -torch.rand(heads, device="cuda")
+        state = _strided(max(len(lengths), 8), 2, (heads, dim, dim), torch.float32)
+        if _is_decode(lengths):
+            slots = _slots(num_tokens)
+            return lambda: linear_attention_update(q, k, v, A, state, slots)
+        rows = _row_arguments(lengths)
+        return lambda: linear_attention_prefill(q, k, v, A, state, *rows)
+
+    nbytes = 8 * num_tokens * heads * dim + 8 * len(lengths) * heads * dim * dim
+    return Case(_case_name("linear_attention", lengths), build, nbytes)
+
+
+def rg_lru_case(lengths: list[int]) -> Case:
+    num_tokens, (blocks, width) = sum(lengths), _RG_LRU
+
+    def build() -> Callable[[], object]:
+        x = _randn(num_tokens, blocks, width)
+        joined = _randn(blocks, num_tokens, 2 * width).transpose(0, 1)
+        opened, decay = joined.split(width, dim=-1)
+        A = -8 * torch.rand(blocks, width, device="cuda")
+        state = _strided(max(len(lengths), 8), 4, (blocks, width), torch.float32)
+        if _is_decode(lengths):
+            slots = _slots(num_tokens)
+            return lambda: rg_lru_update(x, opened, decay, A, state, slots)
+        rows = _row_arguments(lengths)
+        return lambda: rg_lru_prefill(x, opened, decay, A, state, *rows)
+
+    nbytes = 8 * (num_tokens + len(lengths)) * blocks * width
+    return Case(_case_name("rg_lru", lengths), build, nbytes)
+
+
+def norm_gate_case(num_tokens: int) -> Case:
+    width = _DELTA_HEADS * _DELTA_DIM
+
+    def build() -> Callable[[], object]:
+        y, gate = _randn(2, num_tokens, width)
+        weight = _randn(_DELTA_DIM)
+        return lambda: norm_gate(y, gate, weight, 1e-6, _DELTA_DIM, "silu")
+
+    return Case(f"gated delta norm_gate {num_tokens}", build, 6 * num_tokens * width)
+
+
+def recurrent_cases() -> Iterator[Case]:
+    """The kinds of state beside Mamba's."""
+    for by_channel in (False, True):
+        for rows in (1, 8, 64, 256):
+            yield delta_case([1] * rows, by_channel)
+        for lengths in ([1024], [8192], [8192] * 8):
+            yield delta_case(lengths, by_channel)
+    yield delta_case([1] * 256, False, _DTYPE)
+    for lengths in ([1] * 64, [1024], [8192]):
+        yield linear_attention_case(lengths)
+    for lengths in ([1], [1] * 256, [1024], [8192], [8192] * 4):
+        yield rg_lru_case(lengths)
+    for num_tokens in (1, 256, 8192):
+        yield norm_gate_case(num_tokens)
 
 
 def conv1d_case(shapes: Shapes, lengths: list[int], is_update: bool) -> Case:
@@ -384,6 +501,7 @@ def cases() -> Iterator[Case]:
     yield selective_scan_update_case(256, _DTYPE)
     for lengths in ([1024], [8192], [8192] * 16):
         yield selective_scan_prefill_case(lengths)
+    yield from recurrent_cases()
     for rows in (1, 256):
         yield conv1d_case(NANO, [1] * rows, is_update=True)
     for lengths in ([1024], [8192] * 4):
