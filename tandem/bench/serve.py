@@ -238,6 +238,25 @@ def _first(group: BaseExceptionGroup[Any]) -> BaseException:
     return error
 
 
+def busy_rate(concurrency: int, answers: list[Answer]) -> float | None:
+    """Tokens a second from the first answer's end to the last request's start: without the
+    beginning, where all prompts come at once, and the end, where workers find no request left.
+    None if that is no time.
+
+    Tokens of an answer are taken to come evenly between its first and its last.
+    """
+    start, stop = min(item.last for item in answers), max(item.sent for item in answers)
+    if len(answers) <= 2 * concurrency or stop <= start:
+        return None
+    num_tokens = 0.0
+    for item in answers:
+        num_tokens += start <= item.first < stop
+        if item.last > item.first:
+            inside = min(stop, item.last) - max(start, item.first)
+            num_tokens += max(0.0, inside) / (item.last - item.first) * (item.num_tokens - 1)
+    return num_tokens / (stop - start)
+
+
 def summarize(concurrency: int, answers: list[Answer]) -> dict[str, Any]:
     """One row of the result; percentiles over requests."""
     seconds = max(item.last for item in answers) - min(item.sent for item in answers)
@@ -247,6 +266,7 @@ def summarize(concurrency: int, answers: list[Answer]) -> dict[str, Any]:
         "num_requests": len(answers),
         "seconds": seconds,
         "output_tokens_per_s": sum(item.num_tokens for item in answers) / seconds,
+        "busy_tokens_per_s": busy_rate(concurrency, answers),
         "ttft_ms": _percentiles([item.ttft_s for item in answers]),
         "tpot_ms": _percentiles(tpots),
     }
@@ -269,13 +289,15 @@ def render_serve(result: dict[str, Any], console: Console) -> None:
         title=f"{result['model']}, {result['num_in']} tokens in, {result['num_out']} out, "
         "closed loop, streamed"
     )
-    names = ["concurrency", "requests", "out tok/s"]
+    names = ["concurrency", "requests", "out tok/s", "all busy"]
     names += [f"{what} p{quantile} ms" for what in ("TTFT", "TPOT") for quantile in _QUANTILES]
     for name in names:
         table.add_column(name, justify="right")
     for row in result["rows"]:
         cells = [str(row["concurrency"]), str(row["num_requests"])]
         cells.append(f"{row['output_tokens_per_s']:.0f}")
+        busy = row["busy_tokens_per_s"]
+        cells.append("" if busy is None else f"{busy:.0f}")
         for what, digits in (("ttft_ms", 0), ("tpot_ms", 2)):
             for value in row[what].values():
                 cells.append("" if value is None else f"{value:.{digits}f}")

@@ -361,7 +361,9 @@ class EngineCore:
         return delta
 
     def _advance_reads(self, reads: ReadDesk) -> None:
-        for request in self._scheduler.next_reads():
+        outcomes = self._advance_with_news(reads)
+        fresh = self._scheduler.next_reads()
+        for request in fresh:
             state = self._cache.state(request.request_id)
             num_pages = self._cache.pages_for(len(request.prompt_token_ids))
             reads.start(
@@ -370,9 +372,8 @@ class EngineCore:
                 state.slot,
                 start_token=request.num_cached_tokens,
             )
-        outcomes = reads.advance()
-        for request_id, progress in reads.take_news():
-            outcomes += self._on_progress(reads, request_id, progress)
+        if fresh:  # what is there to read is asked for now, not a step later
+            outcomes += self._advance_with_news(reads)
         for outcome in outcomes:
             if outcome.is_ready:
                 self._scheduler.on_read_ready(outcome.request_id)
@@ -380,6 +381,12 @@ class EngineCore:
                 self._scheduler.on_read_failed(outcome.request_id, outcome.error)
             if outcome.is_quiet and self._cache.is_quarantined(outcome.request_id):
                 self._cache.drained(outcome.request_id)
+
+    def _advance_with_news(self, reads: ReadDesk) -> list[ReadOutcome]:
+        outcomes = reads.advance()
+        for request_id, progress in reads.take_news():
+            outcomes += self._on_progress(reads, request_id, progress)
+        return outcomes
 
     def _on_progress(
         self, reads: ReadDesk, request_id: str, progress: Progress

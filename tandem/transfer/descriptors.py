@@ -70,7 +70,8 @@ class DescriptorTable:
     def slot_ids(self, slot: int) -> Ids:
         """Ids of all rows of one slot. Raises: TransferError for a slot that is none."""
         num_slots = self.layout.geometry.num_slots
-        _check_range("slot", np.asarray([slot], dtype=np.int64), num_slots)
+        if not 0 <= slot < num_slots:
+            raise TransferError(f"slot={slot} does not exist; expected 0..{num_slots - 1}")
         rows = np.arange(len(self.slot_rows), dtype=np.int64)
         return self.num_page_ids + rows * num_slots + slot
 

@@ -167,7 +167,7 @@ class InFlight:
     num_descriptors: int = 0
     num_slot_descriptors: int = 0
     seconds: float = 0.0
-    start: float = 0.0  # of the clock time.monotonic
+    start: float = 0.0  # when it was posted, on the clock time.monotonic
     _transfers: list[_Transfer] = field(default_factory=list)
     _next_death_check: float = 0.0
     _death_seen: float | None = None
@@ -191,6 +191,8 @@ class InFlight:
         except TransferError as error:
             self.error = str(error)
             return
+        posted = []
+        self.start = time.monotonic()
         try:
             for rank, move in zip(self.link.ranks, moves, strict=True):
                 if not len(move.local):
@@ -199,11 +201,13 @@ class InFlight:
                     self.link.operation, rank.local, move.local, rank.remote, move.remote
                 )
                 self._transfers.append(_Transfer(handle, rank.process))
-                self.nbytes += move.nbytes
-                self.num_descriptors += move.num_descriptors
-                self.num_slot_descriptors += move.num_slot_descriptors
+                posted.append(move)
         except TransferError as error:
             self._note(error)
+        for move in posted:  # counted while they move
+            self.nbytes += move.nbytes
+            self.num_descriptors += move.num_descriptors
+            self.num_slot_descriptors += move.num_slot_descriptors
 
     def has_stopped(self, now: float) -> bool:
         """Poll what has not ended; True when no byte can land any more."""

@@ -6,7 +6,8 @@ Pure: it uses the layouts that both sides publish and moves nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from math import gcd, lcm
 
 import numpy as np
@@ -33,16 +34,49 @@ MAX_PIECES = 1 << 18
 class MoveIds:
     """One transfer between pieces `local[i]` and `remote[i]`. int32, range-checked.
 
-    `num_descriptors` counts them after neighbours on both sides are joined, as NIXL does;
-    `num_slot_descriptors` of them are the slot's.
+    What is counted is counted when it is asked for: while the bytes move, not before. Both tables
+    have pieces of the same lengths; the first `num_page_ids` are pages.
     """
 
     peer_rank: int
     local: npt.NDArray[np.int32]
     remote: npt.NDArray[np.int32]
-    nbytes: int
-    num_descriptors: int
-    num_slot_descriptors: int = 0
+    tables: tuple[DescriptorTable, DescriptorTable]  # of local and remote
+    num_page_ids: int
+
+    @property
+    def nbytes(self) -> int:
+        return self._counts[0]
+
+    @property
+    def num_descriptors(self) -> int:
+        """After neighbours on both sides are joined, as NIXL does."""
+        return self._counts[1]
+
+    @property
+    def num_slot_descriptors(self) -> int:
+        """Those of them that are the slot's."""
+        return self._counts[2]
+
+    @cached_property
+    def _counts(self) -> tuple[int, int, int]:
+        local, remote = self.local.astype(np.int64), self.remote.astype(np.int64)
+        starts, lengths = self.tables[0].intervals(local)
+        sources, src_lengths = self.tables[1].intervals(remote)
+        assert np.array_equal(lengths, src_lengths)
+        # Neighbours are joined within a row only: the slot behind the last page stays apart.
+        joined = (
+            (np.diff(local) == 1)
+            & (np.diff(remote) == 1)
+            & (starts[:-1] + lengths[:-1] == starts[1:])
+            & (sources[:-1] + lengths[:-1] == sources[1:])
+        )
+        num_slot_ids = len(local) - self.num_page_ids
+        return (
+            int(lengths.sum()),
+            len(local) - int(joined.sum()),
+            num_slot_ids - int(joined[self.num_page_ids :].sum()),
+        )
 
 
 @dataclass(frozen=True)
@@ -118,23 +152,12 @@ class RankPlan:
             remote.append(self.remote.slot_ids(src.slot))
         none = [np.empty(0, dtype=np.int64)]
         local_ids, remote_ids = np.concatenate(none + local), np.concatenate(none + remote)
-        starts, lengths = self.local.intervals(local_ids)
-        sources, src_lengths = self.remote.intervals(remote_ids)
-        assert np.array_equal(lengths, src_lengths)
-        # Neighbours are joined within a row only: the slot behind the last page stays apart.
-        joined = (
-            (np.diff(local_ids) == 1)
-            & (np.diff(remote_ids) == 1)
-            & (starts[:-1] + lengths[:-1] == starts[1:])
-            & (sources[:-1] + lengths[:-1] == sources[1:])
-        )
         return MoveIds(
             peer_rank=self.src_rank,
             local=as_int32(local_ids, self.local),
             remote=as_int32(remote_ids, self.remote),
-            nbytes=int(lengths.sum()),
-            num_descriptors=len(local_ids) - int(joined.sum()),
-            num_slot_descriptors=len(local_ids) - num_page_ids - int(joined[num_page_ids:].sum()),
+            tables=(self.local, self.remote),
+            num_page_ids=num_page_ids,
         )
 
 
@@ -157,7 +180,7 @@ class WritePlan:
     def write_ids(self, start: int, stop: int, src: Placement, dst: Placement) -> MoveIds:
         """See RankPlan.read_ids; `dst`, which the peer chose, is checked against its layout."""
         ids = self.read.read_ids(start, stop, src, dst)
-        return replace(ids, peer_rank=self.dst_rank, local=ids.remote, remote=ids.local)
+        return MoveIds(self.dst_rank, ids.remote, ids.local, ids.tables[::-1], ids.num_page_ids)
 
 
 def build_rank_plans(src: Sequence[RankLayout], dst: RankLayout) -> tuple[RankPlan, ...]:

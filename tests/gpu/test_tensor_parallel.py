@@ -9,21 +9,19 @@ from tests.tiny_models import save_tiny
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_moe", "bamba"])
+@pytest.mark.parametrize("name", ["nemotron_h_moe", "bamba"])
 def test_two_gpus_give_the_tokens_of_one(name, tmp_path):
     folder = save_tiny(name, tmp_path)
-    one, two, plain, unrecorded = run(
+    one, two, unrecorded = run(
         folder,
         [
             {"params": GREEDY},
             {"params": GREEDY, "tp": 2},
-            {"params": GREEDY, "tp": 2, "overlap": "off"},
             {"params": GREEDY, "tp": 2, "decode_graphs": "off"},
         ],
     )
     assert all(len(tokens) == 24 for tokens in one)
     assert two == one
-    assert plain == one
     assert unrecorded == one
 
 

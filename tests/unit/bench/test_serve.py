@@ -10,7 +10,16 @@ import pytest
 from rich.console import Console
 
 from tandem.bench import serve
-from tandem.bench.serve import Answer, Endpoint, Load, parse_url, render_serve, run_serve, summarize
+from tandem.bench.serve import (
+    Answer,
+    Endpoint,
+    Load,
+    busy_rate,
+    parse_url,
+    render_serve,
+    run_serve,
+    summarize,
+)
 from tandem.errors import ConfigError, PeerLostError, RequestError
 from tests.unit.server.fakes import MODEL, ScriptedEngine, serving
 
@@ -122,3 +131,27 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert row["tpot_ms"]["p50"] == pytest.approx(100.0)
     assert row["output_tokens_per_s"] == pytest.approx(50 / 1.4)
     assert summarize(1, [Answer(0.0, 1.0, 1.0, 1)])["tpot_ms"]["p50"] is None
+
+
+def test_the_busy_rate_leaves_out_the_beginning_and_the_end() -> None:
+    """Two workers, three answers each, of eleven tokens in one second; the first tokens come late
+    at the beginning, and the last answer runs alone."""
+    firsts = [(0.0, 5.0), (0.0, 5.0), (6.0, 6.0), (6.0, 6.0), (7.0, 7.0), (7.0, 7.0)]
+    answers = [Answer(sent, first, first + 1.0, 11) for sent, first in firsts]
+    assert busy_rate(2, answers) == pytest.approx(2 * 11)
+    assert busy_rate(2, [*answers, Answer(8.0, 8.0, 9.0, 11)]) == pytest.approx(2 * 11)
+    # Half of this one's tokens come within the two seconds.
+    odd = Answer(5.0, 7.5, 8.5, 11)
+    assert busy_rate(2, [*answers, odd, Answer(8.0, 8.0, 9.0, 11)]) == pytest.approx((44 + 6) / 2)
+    assert busy_rate(3, answers) is None
+    assert busy_rate(1, answers[:1]) is None
+
+
+def test_workers_take_turns_at_several_servers() -> None:
+    engines = [ScriptedEngine(script=[40 + index for index in range(50)]) for _ in range(2)]
+    with serving(engines[0]) as first, serving(engines[1]) as second:
+        (row,) = run_serve([first.url, second.url], LOAD, [4])["rows"]
+    assert row["num_requests"] == 16
+    counts = [len(engine.requests) for engine in engines]
+    assert sum(counts) == 16 + 2  # each is warmed up
+    assert min(counts) >= 3
