@@ -175,6 +175,37 @@ def plan(
 
 
 @app.command()
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """List the models that can be served, what their layers keep, and what tests hold them to."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from tandem.models.table import family_rows
+
+    rows = family_rows()
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
+        return
+    table = Table(box=None)
+    for name in ("model", "model_type", "state", "feed-forward", "equal to", "tp"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(
+            row.title,
+            ", ".join(row.model_types),
+            ", ".join(row.mixers),
+            ", ".join(row.feed_forwards) or "-",
+            row.oracle,
+            ", ".join(map(str, row.tested_tp)),
+        )
+    Console().print(table)
+
+
+@app.command()
 def demo(
     prompt: Annotated[str | None, typer.Option(help="what to ask")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="leave it running")] = False,

@@ -94,6 +94,7 @@ BAILING_HYBRID = Family(
     title="Ling 3 (Bailing hybrid)",
     read=_read,
     parts=_parts,
+    kinds=("kimi_delta", "latent_attention", "mlp", "moe"),
     prefixes=("model.",),
     embedding="word_embeddings.weight",
     final_norm="norm.weight",

@@ -60,6 +60,7 @@ BAMBA = Family(
     title="Bamba",
     read=_read,
     parts=_parts,
+    kinds=("mamba2", "attention", "mlp"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="final_layernorm.weight",

@@ -106,6 +106,7 @@ FALCON_H1 = Family(
     title="Falcon-H1",
     read=_read,
     parts=_parts,
+    kinds=("mamba2", "attention", "mlp"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="final_layernorm.weight",

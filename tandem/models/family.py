@@ -86,6 +86,8 @@ def pre_normed(
 class Family:
     """Everything that only one family says.
 
+    `kinds`: of its mixers and feed-forwards, for people who look for a model. `oracle`: what tests
+    hold it to. `tested_tp`: sizes of tensor parallelism that they try.
     `title`: how people call it. `read`: config.json → the model. `parts`: of the model, with the
     names of the usual checkpoints; `other_parts`: with those of others, tried in order.
     `prefixes`: what stands before every name but the head's; the first that a checkpoint uses.
@@ -95,9 +97,12 @@ class Family:
     title: str
     read: Callable[[Keys], ModelConfig]
     parts: Callable[[ModelConfig], list[Part]]
+    kinds: tuple[str, ...]
     prefixes: tuple[str, ...]
     embedding: str
     final_norm: str
     head: str = "lm_head.weight"
     ignored: tuple[str, ...] = ()
     other_parts: tuple[Callable[[ModelConfig], list[Part]], ...] = ()
+    oracle: str = "transformers"
+    tested_tp: tuple[int, ...] = (1, 2, 4)

@@ -114,6 +114,7 @@ GRANITE_HYBRID = Family(
     title="Granite 4",
     read=_read,
     parts=_parts,
+    kinds=("mamba2", "attention", "mlp", "moe"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="norm.weight",

@@ -96,6 +96,7 @@ JAMBA = Family(
     title="Jamba",
     read=_read,
     parts=_parts,
+    kinds=("mamba1", "attention", "mlp", "moe"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="final_layernorm.weight",

@@ -115,6 +115,7 @@ KIMI_LINEAR = Family(
     title="Kimi Linear",
     read=_read,
     parts=_parts,
+    kinds=("kimi_delta", "latent_attention", "mlp", "moe"),
     other_parts=(_saved_parts,),
     prefixes=("model.",),
     embedding="embed_tokens.weight",

@@ -115,8 +115,9 @@ LFM2 = Family(
     title="LFM2",
     read=_read_dense,
     parts=_parts,
+    kinds=("short_conv", "attention", "mlp"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="embedding_norm.weight",
 )
-LFM2_MOE = replace(LFM2, title="LFM2-MoE", read=_read_moe)
+LFM2_MOE = replace(LFM2, title="LFM2-MoE", read=_read_moe, kinds=(*LFM2.kinds, "moe"))

@@ -38,6 +38,7 @@ LLAMA = Family(
     title="Llama",
     read=_read,
     parts=llama_parts,
+    kinds=("attention", "mlp"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="norm.weight",

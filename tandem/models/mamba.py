@@ -49,6 +49,7 @@ MAMBA = Family(
     title="Mamba",
     read=lambda keys: _read(keys, "none"),
     parts=mamba_parts,
+    kinds=("mamba1",),
     prefixes=("backbone.",),
     embedding="embeddings.weight",
     final_norm="norm_f.weight",

@@ -139,6 +139,7 @@ MINIMAX = Family(
     title="MiniMax-Text-01",
     read=_read,
     parts=_parts,
+    kinds=("linear_attention", "attention", "moe"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="norm.weight",

@@ -131,6 +131,7 @@ NEMOTRON_H = Family(
     title="Nemotron-H, Nemotron-3",
     read=_read,
     parts=_parts,
+    kinds=("mamba2", "attention", "mlp", "moe"),
     # Published checkpoints say `backbone`; transformers' in-memory names say `model`.
     prefixes=("backbone.", "model."),
     embedding="embeddings.weight",

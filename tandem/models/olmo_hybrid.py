@@ -70,6 +70,7 @@ OLMO_HYBRID = Family(
     title="OLMo Hybrid",
     read=_read,
     parts=_parts,
+    kinds=("gated_delta", "attention", "mlp"),
     other_parts=(_saved_parts,),
     prefixes=("model.",),
     embedding="embed_tokens.weight",

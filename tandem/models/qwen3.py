@@ -34,6 +34,7 @@ QWEN3 = Family(
     title="Qwen3",
     read=_read,
     parts=llama_parts,
+    kinds=("attention", "mlp"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="norm.weight",

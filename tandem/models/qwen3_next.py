@@ -104,6 +104,7 @@ QWEN3_NEXT = Family(
     title="Qwen3-Next",
     read=lambda keys: _read(keys, "grouped", _some_experts),
     parts=_parts,
+    kinds=("gated_delta", "attention", "mlp", "moe"),
     other_parts=(_stacked_parts,),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
@@ -115,6 +116,7 @@ QWEN3_5_TEXT = replace(
     QWEN3_NEXT,
     title="Qwen3.5",
     read=lambda keys: _read_text(keys, lambda keys, _: read_gated_mlp(keys)),
+    kinds=("gated_delta", "attention", "mlp"),
     prefixes=("model.language_model.", "model."),
     ignored=(r"^mtp\.", r"^model\.visual\."),
 )
@@ -122,6 +124,7 @@ QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     title="Qwen3.5 MoE",
     read=lambda keys: _read_text(keys, lambda keys, _: _experts(keys)),
+    kinds=("gated_delta", "attention", "moe"),
 )
 # Models that see: their text part is served alone.
 QWEN3_5 = replace(QWEN3_5_TEXT, read=lambda keys: QWEN3_5_TEXT.read(_text_keys(keys)))

@@ -94,6 +94,7 @@ RECURRENT_GEMMA = Family(
     title="RecurrentGemma",
     read=_read,
     parts=_parts,
+    kinds=("rg_lru", "attention", "mlp"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="final_norm.weight",

@@ -194,8 +194,15 @@ ZAMBA = Family(
     title="Zamba",
     read=_read,
     parts=_parts,
+    kinds=("mamba1", "attention", "mlp"),
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="final_layernorm.weight",
 )
-ZAMBA2 = replace(ZAMBA, title="Zamba2", read=_read2, parts=_parts2)
+ZAMBA2 = replace(
+    ZAMBA,
+    title="Zamba2",
+    read=_read2,
+    parts=_parts2,
+    kinds=("mamba2", "attention", "mlp"),
+)

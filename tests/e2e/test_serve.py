@@ -449,9 +449,9 @@ def test_a_missing_shard(model_folder: Path, tmp_path: Path) -> None:
 def test_an_unknown_architecture(model_folder: Path, tmp_path: Path) -> None:
     folder = copy_of(model_folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    config |= {"model_type": "gpt2", "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    assert "model_type='llama'" in refusal(str(folder), "--port", "0")
+    assert "model_type='gpt2'" in refusal(str(folder), "--port", "0")
 
 
 def test_a_tp_that_does_not_divide(model_folder: Path) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from tandem import cli
 from tandem.config.args import flag_name, setting_names
+from tandem.models.registry import FAMILIES
 
 # Nemotron-3-Nano-30B-A3B: 52 layers, of which 23 Mamba-2, 6 attention and 23 experts.
 NANO = {
@@ -389,3 +390,14 @@ def test_an_unknown_flag_is_named(run, nano):
     status, _, err = run("plan", nano, "--page-size", "64")
     assert status == 2
     assert "--page-size" in err
+
+
+def test_models_lists_every_family_once(run):
+    status, out, _ = run("models", "--json")
+    rows = {row["title"]: row for row in json.loads(out)}
+    assert status == 0
+    assert rows["Falcon-H1"]["mixers"] == ["mamba2", "attention"]
+    assert {name for row in rows.values() for name in row["model_types"]} == set(FAMILIES)
+    status, out, _ = run("models")
+    assert status == 0
+    assert "Falcon-H1" in out

@@ -42,6 +42,7 @@ TORCH_FREE_MODULES = (
     "tandem",
     "tandem.cli",
     "tandem.models.registry",
+    "tandem.models.table",
     "tandem.router.app",
     "tandem.server.app",
     "tandem.engine.client",

@@ -268,14 +268,18 @@ _LATENT: dict[str, Any] = {
 }
 
 
-def _prepare_zamba(model: Any) -> None:
-    """A tied head repeats tokens where embeddings drown the layers; and transformers clamps steps
-    from below in prefill alone, by a value for initialisation."""
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(0.1)
+def _free_steps(model: Any) -> None:
+    """transformers clamps steps from below in prefill alone, by a value for initialisation."""
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, float("inf"))
+
+
+def _prepare_zamba(model: Any) -> None:
+    """A tied head repeats tokens where embeddings drown the layers."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.1)
+    _free_steps(model)
 
 
 _ZAMBA: dict[str, Any] = {
@@ -298,7 +302,60 @@ _ZAMBA2: dict[str, Any] = {
     "layers_block_type": ["hybrid", _LINEAR, "hybrid", "hybrid", _LINEAR, "hybrid", "hybrid"],
 }
 
+
+def _save_with_drafting(model: Any, folder: Path) -> None:
+    """Published checkpoints carry layers that draft tokens."""
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "mtp.layers.0.norm.weight": torch.ones(64)}, file)
+
+
+_NEMOTRON_H: dict[str, Any] = {
+    **_HEADS,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
+
 CASES: dict[str, Case] = {
+    "nemotron_h": Case(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**_NEMOTRON_H, "hybrid_override_pattern": "M-ME*-"},
+        prepare=_free_steps,
+    ),
+    "nemotron_h_latent": Case(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**_NEMOTRON_H, "hybrid_override_pattern": "ME*EM", "moe_latent_size": 24},
+        prepare=_free_steps,
+        save=_save_with_drafting,
+        refused=(({"moe_intermediate_size": 30}, 4, r"layer 1 moe expert intermediate.* 30"),),
+    ),
+    "bamba": Case(
+        "BambaConfig",
+        "BambaForCausalLM",
+        {
+            **_HEADS,
+            **_MAMBA2_OF_HYBRIDS,
+            "mamba_n_groups": 2,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [2],
+        },
+    ),
     "zamba": Case(
         "ZambaConfig",
         "ZambaForCausalLM",
