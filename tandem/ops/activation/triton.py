@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tandem.ops.activation import reference
+from tandem.ops.dependent import begin, dependent
 from tandem.ops.tiles import is_plain
 
 _TILE = 1024
@@ -25,7 +26,12 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         activation_relu2_kernel[(triton.cdiv(x.numel(), _TILE),)](
-            x, out, x.numel(), BC=_TILE, num_warps=4
+            x,
+            out,
+            x.numel(),
+            BC=_TILE,
+            num_warps=4,
+            **dependent(x.device),
         )
     return out
 
@@ -41,13 +47,21 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel():
         # Rows on the axis that takes more than 65535 of them.
         grid = (out.numel() // num_channels, triton.cdiv(num_channels, _TILE))
-        activation_silu_mul_kernel[grid](gate_up, out, num_channels, BC=_TILE, num_warps=4)
+        activation_silu_mul_kernel[grid](
+            gate_up,
+            out,
+            num_channels,
+            BC=_TILE,
+            num_warps=4,
+            **dependent(gate_up.device),
+        )
     return out
 
 
 @triton.jit
-def activation_relu2_kernel(p_x, p_out, num_values, BC: tl.constexpr):
+def activation_relu2_kernel(p_x, p_out, num_values, BC: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """max(x, 0)^2 of BC values in a row."""
+    begin(IS_DEPENDENT)
     o_c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
     m_c = o_c < num_values
     b_x = tl.load(p_x + o_c, mask=m_c, other=0.0).to(tl.float32)
@@ -56,8 +70,11 @@ def activation_relu2_kernel(p_x, p_out, num_values, BC: tl.constexpr):
 
 
 @triton.jit
-def activation_silu_mul_kernel(p_x, p_out, num_channels, BC: tl.constexpr):
+def activation_silu_mul_kernel(
+    p_x, p_out, num_channels, BC: tl.constexpr, IS_DEPENDENT: tl.constexpr
+):
     """silu(gate) * up of BC channels of one row."""
+    begin(IS_DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = o_c < num_channels

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tandem.ops.attention import reference
+from tandem.ops.dependent import allow_next, begin, dependent, wait_for_inputs
 from tandem.ops.tiles import (
     FLOATS,
     find_tile,
@@ -73,6 +74,7 @@ def write_kv(
         BT=tokens,
         BD=triton.next_power_of_2(head_dim),
         num_warps=2,
+        **dependent(k.device),
     )
 
 
@@ -187,6 +189,7 @@ def _decode(
         BD=next_tile(head_dim),
         **limits,
         **tiles,
+        **dependent(q.device),
     )
     if splits > 1:
         joined = min(_JOINED, triton.next_power_of_2(head_dim))
@@ -200,6 +203,7 @@ def _decode(
             BS=triton.next_power_of_2(splits),
             BD=joined,
             num_warps=4,
+            **dependent(q.device),
         )
 
 
@@ -267,8 +271,10 @@ def attention_write_kernel(
     PAGE_TOKENS: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """K and V of one head for BT tokens."""
+    begin(IS_DEPENDENT)
     i_h = tl.program_id(1)
     o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     o_d = tl.arange(0, BD)
@@ -390,8 +396,10 @@ def attention_decode_kernel(
     BR: tl.constexpr,
     BK: tl.constexpr,
     BD: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One piece of one row's context for the R query heads of one K/V head."""
+    allow_next(IS_DEPENDENT)
     i_split = tl.program_id(0)
     i_kv = tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
@@ -413,9 +421,10 @@ def attention_decode_kernel(
     m_q = (o_r < R)[:, None] & (o_d < D)[None, :]
     b_head = i_kv * R + o_r
     p_q += i_row * q_row + b_head[:, None] * q_head + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_q, other=0.0)
     p_kv += i_kv * (2 * PAGE_TOKENS * D)
     p_row = p_table + i_row * table_row
+    wait_for_inputs(IS_DEPENDENT)
+    b_q = tl.load(p_q, mask=m_q, other=0.0)
     b_seen = tl.zeros([BR], tl.int32) + context
     b_acc = tl.zeros([BR, BD], tl.float32)
     b_max = tl.full([BR], float("-inf"), tl.float32)
@@ -442,8 +451,10 @@ def attention_join_kernel(
     D: tl.constexpr,
     BS: tl.constexpr,
     BD: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """BD channels of the mean of one head's pieces, weighted by their softmax sums."""
+    begin(IS_DEPENDENT)
     i_head = tl.program_id(1).to(tl.int64) * H + tl.program_id(0)
     o_s = tl.arange(0, BS)
     o_d = tl.program_id(2) * BD + tl.arange(0, BD)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tandem.errors import ShapeError
 from tandem.ops.conv1d import reference
+from tandem.ops.dependent import allow_next, dependent, wait_for_inputs
 from tandem.ops.tiles import FLOATS, find_tile, is_plain, kernel, num_tiles, row_tile
 
 _MAX_WINDOWS = 4
@@ -103,6 +104,7 @@ def conv1d_update(
         BC=channels,
         BW=triton.next_power_of_2(weight.shape[1] - 1),
         num_warps=2,
+        **dependent(x.device),
     )
     return y
 
@@ -363,8 +365,10 @@ def conv1d_update_kernel(
     HAS_SILU: tl.constexpr,
     BC: tl.constexpr,
     BW: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One token of one row, BC channels of one window."""
+    allow_next(IS_DEPENDENT)
     i_row = tl.program_id(1).to(tl.int64)
     p_window, slot, first, size, i_c = _select_window(
         tl.program_id(0), p_window0, p_window1, p_window2, p_window3, slot0, slot1, slot2, slot3,
@@ -378,12 +382,13 @@ def conv1d_update_kernel(
     p_window += tl.load(p_slots + i_row).to(tl.int64) * slot
     p_h = p_window + o_c[:, None] * (W - 1) + o_j[None, :]
     m_h = m_c[:, None] & (o_j < W - 1)[None, :]
-    b_h = tl.load(p_h, mask=m_h, other=0.0)  # [BC, BW]
-    b_next = tl.load(p_h + 1, mask=m_c[:, None] & (o_j < W - 2)[None, :], other=0.0)
-    b_x = tl.load(p_x + i_row * x_row + o_x, mask=m_c, other=0.0)
     p_w = p_weight + o_x[:, None] * W + o_j[None, :]
     b_w = tl.load(p_w, mask=m_h, other=0.0).to(tl.float32)
     b_last = tl.load(p_weight + o_x * W + (W - 1), mask=m_c, other=0.0).to(tl.float32)
+    wait_for_inputs(IS_DEPENDENT)
+    b_h = tl.load(p_h, mask=m_h, other=0.0)  # [BC, BW]
+    b_next = tl.load(p_h + 1, mask=m_c[:, None] & (o_j < W - 2)[None, :], other=0.0)
+    b_x = tl.load(p_x + i_row * x_row + o_x, mask=m_c, other=0.0)
     b_y = tl.sum(b_h.to(tl.float32) * b_w, 1) + b_x.to(tl.float32) * b_last
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_x, mask=m_c, other=0.0).to(tl.float32)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.ops.dependent import begin, dependent
 from tandem.ops.tiles import kernel
 from tandem.ops.tuning import tuned
 
@@ -44,6 +45,7 @@ def experts_mlp(
         TOP_K=top_k,
         IS_GATED=is_gated,
         **tiles,
+        **dependent(x.device),
     )
     tiles = {"BN": 2, "BK": 1024, "num_warps": 4}
     tiles = tuned("experts_few_down", num_tokens, x.device, tiles)
@@ -59,6 +61,7 @@ def experts_mlp(
         TOP_K=top_k,
         HAS_BASE=base is not None,
         **tiles,
+        **dependent(x.device),
     )
     return out
 
@@ -88,8 +91,10 @@ def experts_few_up_kernel(
     IS_GATED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """BN inner channels of one pair, behind the activation."""
+    begin(IS_DEPENDENT)
     i_pair = tl.program_id(1)
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -128,8 +133,10 @@ def experts_few_down_kernel(
     HAS_BASE: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """BN channels of one token: the weighted sum of its experts, and its base."""
+    begin(IS_DEPENDENT)
     i_token = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tandem.errors import ShapeError
+from tandem.ops.dependent import begin, dependent
 from tandem.ops.experts import few_triton, prefill_triton, reference
 from tandem.ops.experts.routing import route
 from tandem.ops.tiles import FLOATS, find_tile, is_plain, kernel, num_tiles
@@ -79,6 +80,7 @@ def experts_mlp(
         HAS_BASE=base is not None,
         BC=tile,
         num_warps=4 if tile >= 512 else 1,
+        **dependent(x.device),
     )
     return out
 
@@ -101,7 +103,16 @@ def order_by_expert(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, 
     tile = 64
     pair_tiles = triton.cdiv(pairs, tile)
     experts_order_kernel[(pair_tiles + triton.cdiv(num_experts + 1, tile),)](
-        ids, order, starts, pairs, pair_tiles, E=num_experts, BT=tile, BL=128, num_warps=4
+        ids,
+        order,
+        starts,
+        pairs,
+        pair_tiles,
+        E=num_experts,
+        BT=tile,
+        BL=128,
+        num_warps=4,
+        **dependent(ids.device),
     )
     return order, starts
 
@@ -162,6 +173,7 @@ def _grouped_product(
         IS_INPUT=is_input,
         IS_GATED=is_gated,
         **tiles,
+        **dependent(a.device),
     )
 
 
@@ -175,11 +187,13 @@ def experts_order_kernel(
     E: tl.constexpr,
     BT: tl.constexpr,
     BL: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Places of BT pairs, or starts of BT experts, by counting the pairs that come before.
 
     Quadratic in the pairs, but one launch without a barrier between programs, and stable.
     """
+    begin(IS_DEPENDENT)
     i_tile = tl.program_id(0)
     is_pairs = i_tile < num_pair_tiles
     o_t = tl.where(is_pairs, i_tile, i_tile - num_pair_tiles) * BT + tl.arange(0, BT)
@@ -216,8 +230,10 @@ def experts_product_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """BM pairs of one expert, BN of its outputs."""
+    begin(IS_DEPENDENT)
     i_expert, i_m = find_tile(p_starts, num_experts, tl.program_id(1), BM, 128)
     if i_expert >= num_experts:
         return
@@ -274,8 +290,10 @@ def experts_sum_kernel(
     TOP_K: tl.constexpr,
     HAS_BASE: tl.constexpr,
     BC: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Weighted sum of one token's TOP_K parts and its base, BC channels."""
+    begin(IS_DEPENDENT)
     i_token = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = o_c < num_channels

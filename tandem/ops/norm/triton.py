@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.ops.dependent import allow_next, dependent, wait_for_inputs
 from tandem.ops.norm import reference
 from tandem.ops.tiles import FLOATS, is_plain
 
@@ -82,6 +83,7 @@ def gated_rms_norm(
         BG=groups,
         BK=tile,
         num_warps=_num_warps(tile * groups),
+        **dependent(y.device),
     )
     return out
 
@@ -124,6 +126,7 @@ def _norm(
         and torch.promote_types(x.dtype, residual.dtype) == torch.float32,
         BK=tile,
         num_warps=_num_warps(tile),
+        **dependent(x.device),
     )
 
 
@@ -141,11 +144,15 @@ def norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     IS_SUM_FP32: tl.constexpr,
     BK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One row: its sum with the residual, where there is one, and the norm of that."""
+    allow_next(IS_DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
+    b_weight = tl.load(p_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
+    wait_for_inputs(IS_DEPENDENT)
     b_x = tl.load(p_x + i_row * x_row + o_k, mask=m_k, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         b_x += tl.load(p_residual + i_row * residual_row + o_k, mask=m_k, other=0.0).to(tl.float32)
@@ -154,7 +161,6 @@ def norm_kernel(
         if not IS_SUM_FP32:
             # Normed is the sum as it is kept, so that a rank that adds apart gets the same.
             b_x = b_total.to(tl.float32)
-    b_weight = tl.load(p_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(b_x * b_x, 0) / K + eps)
     b_out = b_x * inverse * b_weight
     tl.store(p_out + i_row * K + o_k, b_out.to(p_out.dtype.element_ty), mask=m_k)
@@ -174,17 +180,20 @@ def norm_gated_kernel(
     K: tl.constexpr,
     BG: tl.constexpr,
     BK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One row in its G groups of K channels: norm of y * silu(gate) within each."""
+    allow_next(IS_DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     o_g = tl.arange(0, BG)
     o_k = tl.arange(0, BK)
     o_c = o_g[:, None] * K + o_k[None, :]
     m_c = (o_g < G)[:, None] & (o_k < K)[None, :]
+    b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
+    wait_for_inputs(IS_DEPENDENT)
     b_y = tl.load(p_y + i_row * y_row + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_gate = tl.load(p_gate + i_row * gate_row + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_y = b_y * b_gate * tl.sigmoid(b_gate)
-    b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_inverse = tl.rsqrt(tl.sum(b_y * b_y, 1) / total_group_size + eps)  # [BG]
     b_out = b_y * b_inverse[:, None] * b_weight
     tl.store(p_out + i_row * (G * K) + o_c, b_out.to(p_out.dtype.element_ty), mask=m_c)
