@@ -1,7 +1,4 @@
-"""The router of one layer of experts: product with the gate, scores, choice.
-
-Built once from its weights.
-"""
+"""The router of one layer of experts: product with the gate, scores, choice."""
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +32,10 @@ class Router:
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, h] → (weights fp32 [T, top_k], ids int64 [T, top_k])."""
         if hidden.is_cuda and is_native_enabled():
-            from tandem.ops.experts import router_many_triton
+            from tandem.ops.experts import router_few_triton, router_many_triton
 
-            if router_many_triton.takes(hidden, self._gate, self._bias):
-                return router_many_triton.route(hidden, self._gate, self._bias, *self._choice)
+            for path in (router_few_triton, router_many_triton):
+                if path.takes(hidden, self._gate, self._bias):
+                    return path.route(hidden, self._gate, self._bias, *self._choice)
         logits = F.linear(hidden.float(), self._gate)
         return choose("experts", reference, logits).route(logits, self._bias, *self._choice)

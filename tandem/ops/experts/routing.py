@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tandem.errors import ShapeError
+from tandem.ops.dependent import begin, dependent
 from tandem.ops.experts import reference
 from tandem.ops.tiles import kernel
 
@@ -26,20 +27,46 @@ def route(
         return reference.route(
             logits, correction_bias, top_k, num_groups, topk_groups, normalize, scale, score
         )
-    num_tokens, num_experts = logits.shape
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int64, device=logits.device)
+    return route_parts(
+        logits.unsqueeze(1),
+        correction_bias,
+        top_k,
+        num_groups,
+        topk_groups,
+        normalize,
+        scale,
+        score,
+    )
+
+
+def route_parts(
+    parts: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scale: float,
+    score: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route` of logits that are still in parts [T, n, E], summed in order."""
+    num_tokens, num_parts, num_experts = parts.shape
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=parts.device)
+    ids = torch.empty((num_tokens, top_k), dtype=torch.int64, device=parts.device)
     if num_tokens:
-        tokens = 4
+        # One warp a token: nothing of the choice goes through shared memory.
+        tokens = 1 if num_tokens <= 256 else 4
         experts_route_kernel[(triton.cdiv(num_tokens, tokens),)](
-            logits,
-            logits if correction_bias is None else correction_bias,
+            parts,
+            parts if correction_bias is None else correction_bias,
             weights,
             ids,
             num_tokens,
-            logits.stride(0),
+            parts.stride(0),
+            parts.stride(1),
             scale,
             E=num_experts,
+            PARTS=num_parts,
             TOP_K=top_k,
             GROUPS=num_groups,
             TOPK_GROUPS=topk_groups,
@@ -50,7 +77,8 @@ def route(
             BE=triton.next_power_of_2(num_experts),
             BG=triton.next_power_of_2(num_groups),
             BK=triton.next_power_of_2(top_k),
-            num_warps=4,
+            num_warps=tokens,
+            **dependent(parts.device),
         )
     return weights, ids
 
@@ -63,8 +91,10 @@ def experts_route_kernel(
     p_ids,
     num_tokens,
     logits_row,
+    logits_part,
     scale,
     E: tl.constexpr,
+    PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
@@ -75,15 +105,19 @@ def experts_route_kernel(
     BE: tl.constexpr,
     BG: tl.constexpr,
     BK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Choices of BT tokens."""
+    begin(IS_DEPENDENT)
     o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
     m_t = o_t < num_tokens
     m_e = (o_e < E)[None, :]
-    b_logits = tl.load(
-        p_logits + o_t[:, None] * logits_row + o_e[None, :], mask=m_t[:, None] & m_e, other=0.0
-    ).to(tl.float32)
+    p_logits += o_t[:, None] * logits_row + o_e[None, :]
+    b_logits = tl.zeros([BT, BE], tl.float32)
+    for part in tl.static_range(PARTS):
+        b_part = tl.load(p_logits + part * logits_part, mask=m_t[:, None] & m_e, other=0.0)
+        b_logits += b_part.to(tl.float32)
     store_choices(
         b_logits,
         p_bias,
