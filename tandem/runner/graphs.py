@@ -15,6 +15,7 @@ import torch
 from tandem.layers.batch import ForwardBatch
 from tandem.log import get_logger
 from tandem.models.loader import Model
+from tandem.ops.greedy import best_tokens
 from tandem.runner.inputs import HostBatch, resolve_tokens
 from tandem.runner.memory import Padding
 from tandem.runner.staging import Staging, place, view
@@ -154,7 +155,7 @@ class DecodeGraphs:
             )
             logits = self._logits[:bucket]
             self._model.logits(self._model.forward(batch), out=logits)
-            torch.argmax(logits, dim=-1, out=self._greedy[:bucket])
+            best_tokens(logits, self._greedy[:bucket])
 
         self._replays[bucket] = record(work)
 
