@@ -66,6 +66,8 @@ class OutputHead:
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[R, hidden] → fp32 [R, vocab], complete on every rank; in `out` where it is given."""
+        if self._tp.size == 1:
+            return self._linear.wide(hidden, out)
         logits = self._tp.all_gather(self._linear(hidden), dim=1)[:, : self._vocab_size]
         return logits.float() if out is None else out.copy_(logits)
 

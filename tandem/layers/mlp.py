@@ -39,7 +39,7 @@ class Mlp:
 
     def partial(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over ranks."""
-        return self._down.partial(activate(self._up(hidden), self._activation))
+        return self._down.partial(self._inner(hidden))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's inner channels before the activation: gate, then up, where there are both."""
@@ -50,4 +50,9 @@ class Mlp:
         return self._down(activate(up, self._activation))
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        return self.finish(self.project(hidden))
+        return self._down(self._inner(hidden))
+
+    def _inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._activation == "relu2":
+            return self._up(hidden, "relu2")
+        return activate(self._up(hidden), self._activation)

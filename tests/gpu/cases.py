@@ -574,6 +574,70 @@ def check_router(
     assert (~is_same).float().mean() < 1e-3
 
 
+def check_best_tokens(
+    module: ModuleType, device: str, num_rows: int, vocab: int, dtype: torch.dtype = torch.float32
+) -> None:
+    logits = Random(device).normal(num_rows, vocab + 5, dtype=dtype)[:, 5:]
+    logits[num_rows // 2] = -torch.inf  # all alike
+    if vocab > 2:
+        logits[-1, [vocab // 3, vocab // 2, vocab - 1]] = 50.0
+    expected = torch.stack([torch.nonzero(row == row.max())[0, 0] for row in logits])
+    assert torch.equal(module.best_tokens(logits), expected)
+    logits[0, vocab - 1] = torch.nan
+    expected[0] = vocab - 1
+    out = torch.full((num_rows,), -1, device=device)
+    assert module.best_tokens(logits, out) is out
+    assert torch.equal(out, expected)
+
+
+def check_linear(
+    device: str,
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    has_bias: bool = False,
+    tiles: dict[str, int] | None = None,
+) -> None:
+    """Rows and weights lie in wider memory; what is beside them is NaN."""
+    from tandem.ops.linear import triton as linear
+
+    rng = Random(device)
+    x = rng.normal(num_rows, num_inputs + 8, dtype=dtype)
+    x[:, :8] = torch.nan
+    weight = (rng.normal(num_outputs, num_inputs + 16) * num_inputs**-0.5).to(dtype)
+    weight[:, num_inputs:] = torch.nan
+    x, weight = x[:, 8:], weight[:, :num_inputs]
+    bias = rng.normal(num_outputs, dtype=dtype) if has_bias else None
+    expected = x.float() @ weight.float().T
+    if bias is not None:
+        expected += bias.float()
+    if activation is not None:
+        expected = activation_reference.relu2(expected)
+    wide = torch.full((num_rows + 1, num_outputs + 8), torch.nan, device=device)
+    wide = wide.to(out_dtype or dtype)
+    out = wide[:num_rows, :num_outputs]
+    counts = linear.counters(weight)
+    if tiles is None:
+        tiles = linear.linear_tiles(num_rows, num_outputs, num_inputs, 132)
+        if tiles is linear.LIBRARY:
+            tiles = linear.linear_tiles(num_rows, 64, num_inputs, 132)
+    results = []
+    for _ in range(2):  # the second time with the counters that the first one left
+        poison(8 * num_rows * num_outputs, device)
+        out.fill_(torch.nan)
+        assert linear.launch(x, weight, bias, counts, activation, out, tiles) is out
+        assert_close(out, expected)
+        results.append(out.clone())
+    assert torch.equal(*results)
+    assert not bool(counts.any())
+    assert bool(wide[num_rows].isnan().all())
+    assert bool(wide[:, num_outputs:].isnan().all())
+
+
 def check_experts(
     module: ModuleType,
     device: str,

@@ -5,6 +5,7 @@ import torch
 
 from tandem.ops.sampling import reference as sampling_reference
 from tests.gpu import cases
+from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +20,7 @@ def ops():
     from tandem.ops.attention import triton as attention
     from tandem.ops.conv1d import triton as conv1d
     from tandem.ops.experts import triton as experts
+    from tandem.ops.greedy import triton as greedy
     from tandem.ops.norm import triton as norm
     from tandem.ops.rotary import triton as rotary
     from tandem.ops.sampling import triton as sampling
@@ -28,6 +30,7 @@ def ops():
         pass
 
     Ops.activation, Ops.attention, Ops.conv1d = activation, attention, conv1d
+    Ops.greedy = greedy
     Ops.experts, Ops.norm, Ops.ssd = experts, norm, ssd
     Ops.rotary, Ops.sampling = rotary, sampling
     return Ops
@@ -254,6 +257,22 @@ def test_router_of_many_tokens(num_tokens, num_experts, top_k, inputs, kind):
     cases.check_router(route, CUDA, num_tokens, num_experts, top_k, inputs=inputs, **kind)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "inputs", "kind"),
+    [
+        (1, 128, 6, 2688, {}),
+        (64, 128, 6, 2688, {}),
+        (17, 130, 8, 1000, {"score": "softmax", "has_bias": False}),
+        (33, 256, 8, 512, {"groups": (8, 4)}),
+        (5, 7, 2, 40, {}),
+    ],
+)
+def test_router_of_few_tokens(num_tokens, num_experts, top_k, inputs, kind):
+    from tandem.ops.experts.router_few_triton import route
+
+    cases.check_router(route, CUDA, num_tokens, num_experts, top_k, inputs=inputs, **kind)
+
+
 def test_routing_of_nan_still_names_experts(ops):
     logits = torch.full((5, 12), torch.nan, device=CUDA)
     _, ids = ops.experts.route(logits, torch.zeros(12, device=CUDA), 3, 1, 1, True, 1.0)
@@ -356,16 +375,76 @@ def test_penalties(ops, num_rows, vocab):
     cases.check_penalties(ops.sampling, CUDA, num_rows, vocab)
 
 
-def test_packed_linear_is_the_plain_product():
+@pytest.mark.parametrize("rows", [0, 7, 300])
+def test_packed_linear_is_the_plain_product(rows):
     from tandem.ops.linear import PackedLinear
 
-    weight, bias = (
-        torch.randn(96, 64, device=CUDA, dtype=BF16),
-        torch.randn(96, device=CUDA).bfloat16(),
-    )
-    x = torch.randn(7, 64, device=CUDA, dtype=BF16)
+    weight = torch.randn(96, 64, device=CUDA, dtype=BF16)
+    bias = torch.randn(96, device=CUDA).bfloat16()
+    x = torch.randn(rows, 64, device=CUDA, dtype=BF16)
     packed = PackedLinear(weight, bias)
     assert not packed.is_native
-    assert torch.equal(packed(x), torch.nn.functional.linear(x, weight, bias))
+    exact = x.float() @ weight.float().T
+    assert_close(packed(x), exact + bias.float())
+    assert_close(packed(x, "relu2"), (exact + bias.float()).relu().square())
+    assert_close(packed(x[:, None]), (exact + bias.float())[:, None])
+    plain = PackedLinear(weight)
+    wide = plain.wide(x)
+    assert wide.dtype is FP32
+    torch.testing.assert_close(wide, exact, rtol=1e-5, atol=1e-4)
+    out = torch.full_like(wide, torch.nan)
+    assert plain.wide(x, out) is out
+    assert torch.equal(out, wide)
     ids = torch.tensor([5, 0], device=CUDA)
     assert torch.equal(packed.embedding(ids), weight[ids])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 131072), (70, 131072), (3, 32001), (5, 1)])
+def test_best_tokens(ops, rows, vocab, dtype):
+    cases.check_best_tokens(ops.greedy, CUDA, rows, vocab, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 33, 64])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"), [(10304, 2688), (2688, 4096), (72, 21504), (131, 1001), (33, 8)]
+)
+def test_linear(ops, rows, num_outputs, num_inputs, dtype):
+    cases.check_linear(CUDA, rows, num_outputs, num_inputs, dtype=dtype)
+    more = {"activation": "relu2", "has_bias": True, "out_dtype": FP32}
+    cases.check_linear(CUDA, rows, num_outputs, num_inputs, dtype=dtype, **more)
+
+
+def test_kernels_that_start_early_see_all_that_was_launched_before(ops):
+    """A chain of short kernels that read what the one before wrote, over one pair of buffers."""
+    from tandem.ops import dependent
+    from tandem.ops.linear import triton as linear
+
+    weights = [torch.randn(512, 512, device=CUDA, dtype=BF16) * 0.06 for _ in range(24)]
+    norm = torch.ones(512, device=CUDA, dtype=BF16)
+    counts = linear.counters(weights[0])
+
+    def chain(x):
+        residual = x
+        for weight in weights:
+            normed, residual = ops.norm.add_rms_norm(x, residual, norm, 1e-5)
+            x = linear.linear(normed, weight, None, counts, "relu2")
+        return x
+
+    for rows in (1, 5, 64):
+        x = torch.randn(rows, 512, device=CUDA, dtype=BF16)
+        dependent.is_enabled = False
+        try:
+            expected = chain(x)
+        finally:
+            dependent.is_enabled = True
+        for _ in range(2):
+            assert torch.equal(chain(x), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(x)
+        for _ in range(20):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, expected)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.errors import ShapeError
+from tandem.ops.activation import activate
 from tandem.ops.dispatch import is_native_enabled
 from tandem.ops.linear.memory import weight_memory
 from tandem.ops.native import load
@@ -16,8 +17,9 @@ class PackedLinear:
 
     On a CPU that multiplies bf16 in hardware, a bf16 weight is copied into the order in which the
     native kernel streams it, and the original is not kept: the caller that drops it holds the
-    weights once. Everywhere else the original is kept and `F.linear` runs. A row of the result of
-    the native kernel does not depend on the other rows, not even by rounding.
+    weights once. Everywhere else the original is kept, and `F.linear` runs. A row of the result of
+    the native kernel does not depend on the other rows, not even by rounding. On a GPU, few rows
+    have kernels of their own; a layer then runs on one stream at a time.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -32,6 +34,12 @@ class PackedLinear:
         self._weight: torch.Tensor | None = weight
         self._bias = bias
         self._packed: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        if weight.is_cuda and is_native_enabled():
+            from tandem.ops.linear import triton
+
+            self._triton = triton
+            self._counts = triton.counters(weight)
         library = load() if _takes(weight) else None
         if library is not None and library.tandem_has_bf16_dot():
             self._pack(weight, library)
@@ -41,8 +49,17 @@ class PackedLinear:
         """Whether the native kernel runs, on a copy of the weights of its own."""
         return self._packed is not None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] → [..., N] in x.dtype, which is the dtype of the weight."""
+    def __call__(self, x: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        """[..., K] → [..., N] in x.dtype, which is the dtype of the weight.
+
+        activation: None or "relu2".
+        """
+        if self._counts is not None:
+            out = self._run_few(x, activation, None)
+            if out is not None:
+                return out
+        if activation is not None:
+            return activate(self(x), activation)
         if self._packed is None:
             assert self._weight is not None
             return F.linear(x, self._weight, self._bias)
@@ -66,6 +83,28 @@ class PackedLinear:
             self.num_inputs,
         )
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.num_outputs)
+
+    def wide(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, K] → fp32 [R, N], in `out` where it is given; a GPU does not round in between."""
+        if x.is_cuda and x.dtype is not torch.float32 and self._bias is None:
+            assert self._weight is not None
+            if out is None:
+                out = x.new_empty(x.shape[0], self.num_outputs, dtype=torch.float32)
+            if self._counts is not None and self._run_few(x, None, out) is not None:
+                return out
+            return torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)
+        values = self(x)
+        return values.float() if out is None else out.copy_(values)
+
+    def _run_few(
+        self, x: torch.Tensor, activation: str | None, out: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The GPU kernels for few rows; None where they do not take x, or are not the best."""
+        assert self._weight is not None
+        assert self._counts is not None
+        if not self._triton.takes(x, self._weight, activation):
+            return None
+        return self._triton.linear(x, self._weight, self._bias, self._counts, activation, out)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, for an embedding tied to this layer: int64 [...] → [..., K]."""

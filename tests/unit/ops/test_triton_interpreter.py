@@ -18,6 +18,7 @@ from tandem.ops.attention import triton as attention
 from tandem.ops.conv1d import triton as conv1d
 from tandem.ops.delta_rule import triton as delta_rule
 from tandem.ops.experts import triton as experts
+from tandem.ops.greedy import triton as greedy
 from tandem.ops.norm import triton as norm
 from tandem.ops.norm_gate import triton as norm_gate
 from tandem.ops.rg_lru import triton as rg_lru
@@ -27,6 +28,7 @@ from tandem.ops.ssd import triton as ssd
 from tandem.ops.tuning import trying
 from tests.gpu import cases
 
+PIPELINED = {"AHEAD": 64, "num_stages": 2}
 SMALL = {"dtype": torch.float32, "heads": 2, "groups": 1, "head_dim": 5, "state_size": 7}
 
 
@@ -138,6 +140,17 @@ def test_router_of_many_tokens(num_experts, kind):
     cases.check_router(route, "cpu", 70, num_experts, 3, dtype=torch.float32, **kind)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "kind"),
+    [(1, {}), (5, {"groups": (4, 2)}), (18, {"score": "softmax", "has_bias": False})],
+)
+def test_router_of_few_tokens(num_tokens, kind):
+    from tandem.ops.experts.router_few_triton import route
+
+    shape = {"inputs": 300, "dtype": torch.float32}
+    cases.check_router(route, "cpu", num_tokens, 12, 3, **shape, **kind)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3, 9])
 @pytest.mark.parametrize("kind", ["relu2", "silu_gated"])
 def test_experts(kind, num_tokens):
@@ -230,3 +243,26 @@ def test_norm_gate(activation):
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (400, 5)])
 def test_places_of_pairs_and_their_tiles(num_tokens, num_experts):
     cases.check_places("cpu", num_tokens, num_experts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles"),
+    [
+        (1, {"BN": 4, "BK": 128}),
+        (1, {"BN": 16, "BK": 32}),
+        (3, {"BN": 16, "BK": 16, "RUNS": 1, "IS_TURNED": 1} | PIPELINED),
+        (17, {"BN": 16, "BK": 32, "RUNS": 2, "IS_TURNED": 0} | PIPELINED),
+        (5, {"BN": 32, "BK": 16, "RUNS": 4, "IS_TURNED": 1} | PIPELINED),
+    ],
+)
+@pytest.mark.parametrize("activation", [None, "relu2"])
+def test_linear(rows, tiles, activation):
+    tiles = tiles | {"num_warps": 4}
+    shape = (rows, 37, 72)
+    kinds = {"dtype": torch.float32, "activation": activation, "has_bias": rows == 5}
+    cases.check_linear("cpu", *shape, tiles=tiles, **kinds)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 9000), (5, 700), (3, 1)])
+def test_best_tokens(rows, vocab):
+    cases.check_best_tokens(greedy, "cpu", rows, vocab)
