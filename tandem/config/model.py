@@ -51,8 +51,8 @@ class RotaryConfig:
 class AttentionConfig:
     """Grouped-query attention; `rotary` None: no positions.
 
-    qk_norm: RMS norm of queries and keys: "none", "head" (each head by itself) or "whole" (all
-        heads together).
+    qk_norm: RMS norm of queries and keys: "none", "head" (each head by itself), "scaled_head" (so,
+        with weights of its own) or "whole" (all heads together).
     has_gate: the output is multiplied by sigmoid(gate) before the last projection; the checkpoint's
         q_proj gives each head's query, then its gate.
     has_out_bias: None: as `has_bias`.
@@ -126,6 +126,23 @@ class Mamba2Config:
     norm_eps: float
     norm: str = "gated"
     has_out_bias: bool | None = None
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LowRankMamba2Config:
+    """Mamba-2's heads and scan, with step size, B and C from the convolved channels (PLaMo-2)."""
+
+    kind: ClassVar[str] = "low_rank_mamba2"
+    num_heads: int
+    head_dim: int
+    state_size: int
+    dt_rank: int
+    conv_kernel: int
+    norm_eps: float
 
     @property
     def inner_size(self) -> int:

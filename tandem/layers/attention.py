@@ -7,7 +7,7 @@ from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
 from tandem.layers.spread_norm import SpreadNorm
-from tandem.layers.weight import Range, Tensors, Weight, fused, linear, norm_weight
+from tandem.layers.weight import Range, Tensors, Weight, fused, linear, norm_weight, part
 from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.norm import rms_norm
 from tandem.ops.rotary import rotate_and_write
@@ -41,7 +41,13 @@ class Attention:
             **fused("qkv", projections),
             **linear("o_proj", hidden, width, has_out_bias, dtype, columns=heads),
         }
-        if config.qk_norm != "none":
+        if config.qk_norm == "scaled_head":
+            for name, count, start, stop in (
+                ("q_norm", config.num_heads, first, last),
+                ("k_norm", config.num_kv_heads, kv_heads.start, kv_heads.stop),
+            ):
+                weights[name] = part(f"{name}.weight", (count, head_dim), dtype, (start, stop))
+        elif config.qk_norm != "none":
             sizes = (width, kv_width) if config.qk_norm == "whole" else (head_dim, head_dim)
             rows = (heads, kv) if config.qk_norm == "whole" else (None, None)
             for name, size, own in zip(("q_norm", "k_norm"), sizes, rows, strict=True):
@@ -67,7 +73,8 @@ class Attention:
         self._eps = config.norm_eps
         self._head_norms: tuple[torch.Tensor, torch.Tensor] | None = None
         self._whole_norms: tuple[SpreadNorm, SpreadNorm] | None = None
-        if config.qk_norm == "head":
+        self._ones = torch.ones(config.head_dim, dtype=context.dtype, device=context.device)
+        if config.qk_norm in ("head", "scaled_head"):
             self._head_norms = tensors["q_norm"], tensors["k_norm"]
         elif config.qk_norm == "whole":
             total, kv_total = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
@@ -92,7 +99,11 @@ class Attention:
         q, k, v, *gate = heads.split(self._sizes, dim=1)  # views [T, H, D]
         if self._head_norms is not None:
             q_weight, k_weight = self._head_norms
-            q, k = rms_norm(q, q_weight, self._eps), rms_norm(k, k_weight, self._eps)
+            if q_weight.dim() == 1:
+                q, k = rms_norm(q, q_weight, self._eps), rms_norm(k, k_weight, self._eps)
+            else:
+                q = rms_norm(q, self._ones, self._eps) * q_weight
+                k = rms_norm(k, self._ones, self._eps) * k_weight
         elif self._whole_norms is not None:
             q_norm, k_norm = self._whole_norms
             q = q_norm(q.flatten(1)).view(q.shape)

@@ -15,6 +15,7 @@ from tandem.config.model import (
     KimiDeltaConfig,
     LatentAttentionConfig,
     LinearAttentionConfig,
+    LowRankMamba2Config,
     Mamba1Config,
     Mamba2Config,
     MlpConfig,
@@ -32,6 +33,7 @@ from tandem.layers.gated_delta import GatedDelta
 from tandem.layers.kimi_delta import KimiDelta
 from tandem.layers.latent_attention import LatentAttention
 from tandem.layers.linear_attention import LinearAttention
+from tandem.layers.low_rank_mamba2 import LowRankMamba2
 from tandem.layers.mamba1 import Mamba1
 from tandem.layers.mamba2 import Mamba2
 from tandem.layers.mlp import Mlp
@@ -57,6 +59,7 @@ LAYERS: dict[type, Any] = {
     GatedDeltaConfig: GatedDelta,
     KimiDeltaConfig: KimiDelta,
     LinearAttentionConfig: LinearAttention,
+    LowRankMamba2Config: LowRankMamba2,
     RgLruConfig: RgLru,
     AttentionConfig: Attention,
     SharedBlockConfig: SharedBlock,
@@ -109,8 +112,9 @@ class Decoder:
         dtype, hidden_size = _torch_dtype(config.dtype), config.hidden_size
         vocab = (config.vocab_size, hidden_size, dtype, tp)
 
-        def norm(name: str) -> Weight:
-            return norm_weight(prefix + name, hidden_size, dtype, config.norm_offset)
+        def norm(name: str, offset: float | None = None) -> Weight:
+            offset = config.norm_offset if offset is None else offset
+            return norm_weight(prefix + name, hidden_size, dtype, offset)
 
         weights = {
             _EMBEDDING: vocab_weight(prefix + family.embedding, *vocab),
@@ -121,7 +125,7 @@ class Decoder:
             if part.norm is not None:
                 weights[f"part{index}.norm"] = norm(part.norm)
             if part.post_norm is not None:
-                weights[f"part{index}.post_norm"] = norm(part.post_norm)
+                weights[f"part{index}.post_norm"] = norm(part.post_norm, part.post_norm_offset)
         for _, key, branch, context in _branches(config, family, tp, torch.device("cpu")):
             declared = LAYERS[type(branch.config)].weights(branch.config, context)
             for name, weight in declared.items():

@@ -14,7 +14,8 @@ from tandem.config.model import FeedForwardConfig, MixerConfig, ModelConfig
 class Stored:
     """Where a checkpoint keeps a tensor that a layer declares.
 
-    run, num_runs: it is one of several equal runs of rows of the tensor `name`.
+    run, num_runs: it is one of several equal runs of rows of the tensor `name`. sizes: of the
+        runs, where they are not equal.
     is_stacked: it is one entry of a tensor with a further first axis, at the number that the `*`
         of its own name stands for.
     """
@@ -23,6 +24,7 @@ class Stored:
     run: int = 0
     num_runs: int = 1
     is_stacked: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 # A layer's name, or what it begins with up to a dot; `*` stands for one number → the checkpoint's.
@@ -51,7 +53,8 @@ class Part:
     """One step along the residual stream: `x + post_norm(sum of branches(norm(x)))`.
 
     `layer` is the index in the model's config; norms are checkpoint names below the family's own
-    prefix, None where there is none. `residual_scale`: not x but norm(x), times this, goes on.
+    prefix, None where there is none. `post_norm_offset`: None for the model's.
+    `residual_scale`: not x but norm(x), times this, goes on.
     `sees_embedded`: its branches get the embedded tokens too.
     """
 
@@ -59,6 +62,7 @@ class Part:
     branches: tuple[Branch, ...]
     norm: str | None
     post_norm: str | None = None
+    post_norm_offset: float | None = None
     residual_scale: float | None = None
     sees_embedded: bool = False
 

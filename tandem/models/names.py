@@ -42,13 +42,13 @@ def _move(piece: Piece, names: Names) -> Piece:
         stored = Stored(re.sub(r"\*", lambda _: str(next(filled)), stored))
     name = f"{stored.name}.{rest}" if rest else stored.name
     shape, taken = piece.shape, piece.taken
-    if stored.num_runs > 1:
-        num_rows = shape[0]
-        shape = (num_rows * stored.num_runs, *shape[1:])
-        if piece.axis == 0:
-            first = stored.run * num_rows
-            taken = tuple((start + first, stop + first) for start, stop in taken)
+    sizes = stored.sizes or (shape[0],) * stored.num_runs
+    if len(sizes) > 1:
         assert piece.axis == 0, f"columns of a run of rows: {piece}"
+        assert sizes[stored.run] == shape[0], (stored, piece)
+        first = sum(sizes[: stored.run])
+        shape = (sum(sizes), *shape[1:])
+        taken = tuple((start + first, stop + first) for start, stop in taken)
     entry = numbers[0] if stored.is_stacked else None
     return replace(piece, name=name, shape=shape, ranges=taken, entry=entry)
 

@@ -21,6 +21,7 @@ from tandem.models.mamba2 import CODESTRAL_MAMBA, MAMBA2, codestral_keys
 from tandem.models.minimax import MINIMAX
 from tandem.models.nemotron_h import NEMOTRON_H
 from tandem.models.olmo_hybrid import OLMO_HYBRID
+from tandem.models.plamo2 import PLAMO2
 from tandem.models.qwen3 import QWEN3
 from tandem.models.qwen3_next import (
     QWEN3_5,
@@ -51,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     "minimax": MINIMAX,
     "minimax_text_01": MINIMAX,
     "olmo_hybrid": OLMO_HYBRID,
+    "plamo2": PLAMO2,
     "qwen3": QWEN3,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

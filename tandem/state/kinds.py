@@ -14,6 +14,7 @@ from tandem.config.model import (
     KimiDeltaConfig,
     LatentAttentionConfig,
     LinearAttentionConfig,
+    LowRankMamba2Config,
     Mamba1Config,
     Mamba2Config,
     RgLruConfig,
@@ -71,6 +72,17 @@ def _mamba2(mixer: Mamba2Config, dtype: str, state_dtype: str) -> tuple[Componen
     )
 
 
+def _low_rank_mamba2(
+    mixer: LowRankMamba2Config, dtype: str, state_dtype: str
+) -> tuple[Component, ...]:
+    """B and C are not convolved: no window keeps them."""
+    heads, width = mixer.num_heads, mixer.head_dim
+    return (
+        Component("conv.x", heads, (width, mixer.conv_kernel - 1), dtype),
+        Component("ssm", heads, (width, mixer.state_size), state_dtype),
+    )
+
+
 def _mamba1(mixer: Mamba1Config, dtype: str, state_dtype: str) -> tuple[Component, ...]:
     """Conv window and state [channels, N], each channel a unit (Gu & Dao 2023)."""
     return (
@@ -124,6 +136,7 @@ def _rg_lru(mixer: RgLruConfig, dtype: str, state_dtype: str) -> tuple[Component
 KINDS: dict[str, ComponentsOf] = {
     "attention": _attention,
     "latent_attention": _latent_attention,
+    "low_rank_mamba2": _low_rank_mamba2,
     "mamba1": _mamba1,
     "mamba2": _mamba2,
     "shared_block": _shared_block,

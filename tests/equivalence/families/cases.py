@@ -18,6 +18,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.equivalence.families.plamo2_loop import Plamo2
+
 VOCAB = 512
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -63,7 +65,7 @@ def _none(model: Any) -> None:
 class Case:
     """One configuration of a family.
 
-    config, model: names of transformers' classes.
+    config, model: names of transformers' classes. make: another maker of models, from arguments.
     ranks: sizes of tensor parallelism at which every unit divides or replicates.
     refused: (arguments, tp, pattern) of configurations that do not fit that many ranks.
     prepare: changes weights that would prove little. save: writes the checkpoint.
@@ -78,10 +80,14 @@ class Case:
     prepare: Callable[[Any], None] = _none
     save: Callable[[Any, Path], None] = field(default=_save)
     new_cache: Callable[[Any], Any] = _none
+    make: Callable[[dict[str, Any]], Any] | None = None
 
     def build(self, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
         """The model with random weights, the same each time; no vector is all zero or all one."""
-        config = getattr(transformers, self.config)(**{**self.arguments, **overrides})
+        arguments = {**self.arguments, **overrides}
+        if self.make is not None:
+            return self.make(arguments)
+        config = getattr(transformers, self.config)(**arguments)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = getattr(transformers, self.model)(config).eval()
@@ -330,6 +336,30 @@ _NEMOTRON_H: dict[str, Any] = {
 }
 
 CASES: dict[str, Case] = {
+    "plamo2": Case(
+        "",
+        "",
+        {
+            "model_type": "plamo2",
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "hidden_size_per_head": 16,
+            "attention_window_size": 9,
+            "mamba_num_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_step": 2,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "dtype": "float32",
+        },
+        make=Plamo2,
+    ),
     "nemotron_h": Case(
         "NemotronHConfig",
         "NemotronHForCausalLM",

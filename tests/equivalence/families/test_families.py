@@ -102,7 +102,7 @@ def test_units_that_neither_divide_nor_replicate_are_named(
 ) -> None:
     case = CASES[name]
     overrides, tp, message = case.refused[number]
-    case.build(**overrides).config.save_pretrained(tmp_path)
+    case.save(case.build(**overrides), tmp_path)
     config = load_model_config(tmp_path)
     with pytest.raises(ShardingError, match=message):
         load_model(tmp_path, config, SimpleNamespace(rank=0, size=tp), torch.device("cpu"))

@@ -36,6 +36,9 @@ def test_a_run_of_rows_lies_behind_those_before_it() -> None:
     assert (found.name, found.shape) == ("model.layers.2.mlp.gate_up.weight", (12, 2))
     assert found.ranges == ((5, 6), (7, 8))
     assert moved(Piece("up_proj.bias", (4,)), names).ranges == ((4, 8),)
+    unequal = {"up_proj": Stored("qkv", 1, sizes=(6, 4, 4))}
+    found = moved(Piece("up_proj.weight", (4, 2)), unequal)
+    assert (found.shape, found.ranges) == ((14, 2), ((6, 10),))
 
 
 def test_an_expert_is_an_entry_of_a_stacked_tensor() -> None:
