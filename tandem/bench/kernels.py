@@ -6,6 +6,7 @@ large product. Inputs are random, the L2 cache is emptied before each launch, an
 replayed from a graph, which leaves out the time of the host.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -18,6 +19,7 @@ from tandem.ops.attention import paged_attention, write_kv
 from tandem.ops.conv1d import conv1d_prefill, conv1d_update
 from tandem.ops.delta_rule import delta_prefill, delta_update
 from tandem.ops.experts import Router, experts_mlp, route
+from tandem.ops.linear import PackedLinear
 from tandem.ops.linear_attention import linear_attention_prefill, linear_attention_update
 from tandem.ops.norm import add_rms_norm, gated_rms_norm
 from tandem.ops.norm_gate import norm_gate
@@ -47,6 +49,8 @@ class Shapes:
     num_ssm_layers: int
     num_attention_layers: int
     experts: tuple[int, int, int] | None
+    mlp: int  # inner channels of the MLP, or of the shared expert
+    vocab: int
 
     @property
     def inner(self) -> int:
@@ -57,8 +61,8 @@ class Shapes:
         return self.inner + 2 * self.groups * self.state_size
 
 
-NANO = Shapes("nano", 2688, 32, 2, 128, 64, 64, 8, 128, 23, 6, (128, 1856, 6))
-NEMOTRON_8B = Shapes("8b", 4096, 32, 8, 128, 128, 64, 8, 128, 24, 4, None)
+NANO = Shapes("nano", 2688, 32, 2, 128, 64, 64, 8, 128, 23, 6, (128, 1856, 6), 3712, 131072)
+NEMOTRON_8B = Shapes("8b", 4096, 32, 8, 128, 128, 64, 8, 128, 24, 4, None, 21504, 131072)
 
 
 @dataclass(frozen=True)
@@ -416,6 +420,35 @@ def draw_case(rows: int, vocab: int, cut: str) -> Case:
     return Case(f"draw {rows} x {vocab}, {cut}", build, rows * vocab * 4)
 
 
+def linear_case(name: str, num_outputs: int, num_inputs: int, rows: int) -> Case:
+    """Equal layers that lie apart, one after the other: none is in a cache when its turn comes."""
+
+    def build() -> Callable[[], object]:
+        x = _randn(rows, num_inputs)
+        weight = _randn(num_outputs, num_inputs).mul_(num_inputs**-0.5)
+        copies = max(2, -(-_ROTATED_NBYTES // (weight.numel() * 2)))
+        layers = itertools.cycle([PackedLinear(weight.clone()) for _ in range(copies)])
+        return lambda: next(layers)(x)
+
+    nbytes = 2 * (num_outputs * num_inputs + rows * (num_inputs + num_outputs))
+    return Case(f"{name} {rows}", build, nbytes, 2.0 * rows * num_outputs * num_inputs)
+
+
+def linear_layers(shapes: Shapes) -> dict[str, tuple[int, int]]:
+    """[outputs, inputs] of a model's projections, by name."""
+    width = shapes.heads * shapes.head_dim
+    layers = {
+        "in_proj": (shapes.inner + shapes.conv_channels + shapes.ssm_heads, shapes.hidden),
+        "out_proj": (shapes.hidden, shapes.inner),
+        "qkv": (width + 2 * shapes.kv_heads * shapes.head_dim, shapes.hidden),
+        "o_proj": (shapes.hidden, width),
+        "up_proj": (shapes.mlp, shapes.hidden),
+        "down_proj": (shapes.hidden, shapes.mlp),
+        "lm_head": (shapes.vocab, shapes.hidden),
+    }
+    return {f"{shapes.name} {name}": size for name, size in layers.items()}
+
+
 def norm_case(shapes: Shapes, num_tokens: int) -> Case:
     def build() -> Callable[[], object]:
         x, residual = _randn(2, num_tokens, shapes.hidden)
@@ -489,6 +522,10 @@ def experts_case(shapes: Shapes, num_tokens: int) -> Case:
 
 def cases() -> Iterator[Case]:
     """Every case that the notes list."""
+    for shapes in (NANO, NEMOTRON_8B):
+        for name, size in linear_layers(shapes).items():
+            for rows in (1, 8, 32, 64):
+                yield linear_case(name, *size, rows)
     for rows in (1, 8, 64, 256):
         yield ssd_update_case(NANO, rows)
     yield ssd_update_case(NANO, 256, _DTYPE)
@@ -537,6 +574,8 @@ def cases() -> Iterator[Case]:
 _FLUSH_NBYTES = 192 << 20
 _LAUNCHES = 10
 _REPLAYS = 9
+# Several times the L2 cache of any card.
+_ROTATED_NBYTES = 192 << 20
 
 
 def median_us(launch: Callable[[], object]) -> float:
@@ -558,6 +597,17 @@ def median_us(launch: Callable[[], object]) -> float:
     without = _capture(flush)
     differences = sorted(_replay_us(with_launch) - _replay_us(without) for _ in range(_REPLAYS))
     return differences[_REPLAYS // 2] / _LAUNCHES
+
+
+def chain_us(launch: Callable[[], object]) -> float:
+    """Time of one launch among others like it, each behind the one before: what it takes in a step,
+    where kernels overlap. The launches themselves must see to it that no cache helps.
+    """
+    for _ in range(2):
+        launch()
+    torch.cuda.synchronize()
+    graph = _capture(launch)
+    return sorted(_replay_us(graph) for _ in range(_REPLAYS))[_REPLAYS // 2] / _LAUNCHES
 
 
 def _capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
