@@ -92,9 +92,11 @@ class Stepper:
         max_tokens: int = 64,
         num_sequences: int = 4,
         dtype: str | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.config: ModelConfig = load_model_config(folder, dtype=dtype)
         self._page_tokens = page_tokens
+        self._device = device
         self._group = ThreadGroup(tp)
         self._num_computed = [0] * num_sequences
         pages_each = ceil_div(max_tokens, page_tokens)
@@ -114,9 +116,9 @@ class Stepper:
                 slot_nbytes=spec.slot_nbytes,
                 num_slabs=one.slabs_for(pages_each * num_sequences, num_sequences),
             )
-            arena = build_arena(spec, geometry, CPU)
+            arena = build_arena(spec, geometry, device)
             arena.buffer.fill_(0xFF)
-            return load_model(folder, self.config, own, CPU, show_progress=False), arena
+            return load_model(folder, self.config, own, device, show_progress=False), arena
 
         self._ranks = self._group.run(build)
         geometry = self._ranks[0][1].geometry
@@ -161,7 +163,10 @@ class Stepper:
         """
         order = sorted(range(len(rows)), key=lambda i: not self._is_decode(*rows[i]))
         num_decode = sum(self._is_decode(*row) for row in rows)
-        fields = self._fields([rows[i] for i in order], num_decode)
+        fields = {
+            name: value.to(self._device) if isinstance(value, torch.Tensor) else value
+            for name, value in self._fields([rows[i] for i in order], num_decode).items()
+        }
 
         def run(rank: ThreadRank) -> torch.Tensor:
             model, arena = self._ranks[rank.rank]
@@ -173,7 +178,7 @@ class Stepper:
         logits = self._group.run(run)
         for other in logits[1:]:
             assert torch.equal(other, logits[0]), "ranks disagree"
-        parts = logits[0].split([len(rows[i][1]) for i in order])
+        parts = logits[0].cpu().split([len(rows[i][1]) for i in order])
         result = [parts[0]] * len(rows)
         for place, part in zip(order, parts, strict=True):
             result[place] = part

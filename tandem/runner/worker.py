@@ -23,7 +23,7 @@ from tandem.runner.sampling_table import SamplingTable
 from tandem.runner.staging import Staging
 from tandem.scheduler.scheduler import MAX_RUNNING_PLANS
 from tandem.scheduler.step import StepPlan
-from tandem.state.arena import build_geometry
+from tandem.state.arena import ArenaGeometry, build_geometry
 from tandem.state.spec import StateSpec, build_state_spec
 from tandem.transfer.agent import Operation
 from tandem.transfer.layout import PeerInfo, RankInfo, RankLayout
@@ -43,6 +43,15 @@ def model_config(config: EngineConfig) -> ModelConfig:
         # fp16 keeps more of a state than bf16, and at random it need not lose small decays.
         rounding = "stochastic" if model.state_dtype == "float16" else "nearest"
     return replace(model, state_rounding=rounding)
+
+
+def longest_position(config: EngineConfig, model: ModelConfig, geometry: ArenaGeometry) -> int:
+    """No token of this engine stands behind it; some models allow millions, for each of which
+    rotary tables would hold a row."""
+    longest = min(model.max_position, config.scheduler.max_model_len or model.max_position)
+    return (
+        min(longest, geometry.num_pages * geometry.page_tokens) if geometry.num_pages else longest
+    )
 
 
 def num_threads(config: EngineConfig) -> int:
@@ -155,6 +164,7 @@ class Worker:
             parallel = ProcessGroup()
         self._parallel = parallel
         is_random = config.model_options.load_format == "random"
+        model = replace(model, max_position=longest_position(config, model, geometry))
         loaded = load_model(config.model, model, parallel, self._device, is_random=is_random)
         buckets = _graph_rows(config, self._device)
         self._arena: Arena = build_arena(
