@@ -2,22 +2,23 @@
 shapes.
 
 Counted per token or per sequence; divided by what the machine was measured to do, they give the
-floor that every figure is printed beside. No torch except in `measure_machine`.
+floor that every figure is printed beside.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from tandem.config.model import (
     AttentionConfig,
     FeedForwardConfig,
-    Mamba1Config,
-    Mamba2Config,
+    LatentAttentionConfig,
     MixerConfig,
     MlpConfig,
     ModelConfig,
     MoeConfig,
+    SharedBlockConfig,
 )
 from tandem.state.spec import build_state_spec
 from tandem.units import dtype_nbytes
@@ -66,17 +67,43 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def mixer_parameters(mixer: MixerConfig, hidden_size: int) -> int:
-    """Matrix weights of one mixer."""
+    """Matrix weights that one mixer reads: those that its layer declares, but what is fp32 whatever
+    the model's dtype, norms and convolutions."""
+    import torch
+
+    from tandem.layers.context import LayerContext, RotaryTables
+    from tandem.layers.parallel import SingleRank
+    from tandem.models.decoder import LAYERS
+
+    if isinstance(mixer, SharedBlockConfig):
+        mixer = replace(mixer, owns_weights=True)  # each use reads what it shares
+    device = torch.device("cpu")
+    context = LayerContext(
+        layer=0,
+        name=mixer.kind,
+        hidden_size=hidden_size,
+        dtype=torch.bfloat16,
+        device=device,
+        tp=SingleRank(),
+        rotary=RotaryTables(1, device),
+    )
+    shapes = [
+        weight.shape
+        for name, weight in LAYERS[type(mixer)].weights(mixer, context).items()
+        if weight.dtype is torch.bfloat16 and "conv" not in name and "norm" not in name
+    ]
+    return sum(prod(shape) for shape in shapes if len(shape) > 1)
+
+
+def attention_flops(mixer: MixerConfig) -> int:
+    """Of one query with one key: products with the key and with the value, over all heads."""
+    if isinstance(mixer, SharedBlockConfig):
+        return attention_flops(mixer.attention)
     if isinstance(mixer, AttentionConfig):
-        width = (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
-        return hidden_size * width
-    if isinstance(mixer, Mamba1Config):
-        low_rank = mixer.dt_rank + 2 * mixer.state_size
-        return mixer.inner_size * (3 * hidden_size + low_rank + mixer.dt_rank)
-    assert isinstance(mixer, Mamba2Config)
-    conv = mixer.inner_size + 2 * mixer.num_groups * mixer.state_size
-    in_size = mixer.inner_size + conv + mixer.num_heads  # gate, conv channels, dt
-    return hidden_size * (in_size + mixer.inner_size)
+        return 4 * mixer.num_heads * mixer.head_dim
+    if isinstance(mixer, LatentAttentionConfig):
+        return 2 * mixer.num_heads * (2 * mixer.latent_size + mixer.rope_dim)
+    return 0
 
 
 def feed_forward_parameters(item: FeedForwardConfig, hidden_size: int) -> tuple[int, int]:
@@ -91,7 +118,8 @@ def feed_forward_parameters(item: FeedForwardConfig, hidden_size: int) -> tuple[
     expert = matrices * inner * item.intermediate_size
     shared = matrices * hidden_size * item.shared_intermediate_size
     latent = 2 * hidden_size * item.latent_size if item.latent_size else 0
-    common = shared + latent + hidden_size * item.num_experts
+    gates = item.num_experts + (1 if item.has_shared_gate else 0)
+    common = shared + latent + hidden_size * gates
     return common + item.num_experts * expert, common + item.top_k * expert
 
 
@@ -143,14 +171,13 @@ def count_work(model: ModelConfig) -> Work:
     """Per rank 0 of 1. The embedding is read by row and not counted; the head is."""
     head = model.vocab_size * model.hidden_size
     held = used = head
-    attention_flops = 0
+    flops = 0
     experts: list[ExpertLayer] = []
     for layer in model.layers:
         for mixer in layer.mixers:
             size = mixer_parameters(mixer, model.hidden_size)
             held, used = held + size, used + size
-            if isinstance(mixer, AttentionConfig):
-                attention_flops += 4 * mixer.num_heads * mixer.head_dim
+            flops += attention_flops(mixer)
         item = layer.feed_forward
         if item is not None:
             all_of, one_of = feed_forward_parameters(item, model.hidden_size)
@@ -168,7 +195,7 @@ def count_work(model: ModelConfig) -> Work:
         state_nbytes=spec.slot_nbytes,
         kv_nbytes_per_token=spec.page_nbytes // 16,
         num_head_weights=head,
-        attention_flops=attention_flops,
+        attention_flops=flops,
         experts=tuple(experts),
     )
 

@@ -10,17 +10,28 @@ from tandem.bench.limits import (
     ExpertLayer,
     Machine,
     Work,
+    attention_flops,
     count_work,
     decode_floor_s,
     feed_forward_parameters,
     prefill_floor_s,
 )
-from tandem.config.model import MoeConfig
+from tandem.config.model import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    Mamba1Config,
+    MlpConfig,
+    MoeConfig,
+    SharedBlockConfig,
+)
 from tandem.models.registry import load_model_config
 from tandem.state.spec import build_state_spec
+from tests.equivalence.families.cases import CASES
 from tests.tiny_models import TINY, build_tiny
 
 MACHINE = Machine(bytes_per_s=1e9, flops_per_s=1e10, threads=1)
+MAMBA = Mamba1Config(32, 8, 4, 4, True, False)
+MLP = MlpConfig(32, "gelu_gated", False)
 WORK = Work(
     num_weights=1000,
     num_used_weights=400,
@@ -33,13 +44,17 @@ WORK = Work(
 )
 
 
+# In a model's names; .D and dt_proj_bias have a row for each head in Zamba.
+_NO_MATRICES = ("embed", "conv", "A_log", ".D", "dt_proj_bias")
+
+
 def count_matrices(model: object) -> int:
-    """Matrix weights of a transformers model: the embedding is read by row, windows are no
-    matrices."""
+    """Matrix weights of a transformers model: the embedding is read by row, windows and decays are
+    no matrices."""
     return sum(
         tensor.numel()
         for name, tensor in model.named_parameters()  # type: ignore[attr-defined]
-        if tensor.dim() > 1 and "embed" not in name and "conv1d" not in name
+        if tensor.dim() > 1 and not any(item in name.split(".", 1)[1] for item in _NO_MATRICES)
     )
 
 
@@ -54,6 +69,31 @@ def test_weights_are_counted_as_checkpoints_have_them(name: str, tmp_path: Path)
     spec = build_state_spec(ours, tp=1, rank=0, page_tokens=16)
     assert work.state_nbytes == spec.slot_nbytes
     assert work.kv_nbytes_per_token * 16 == spec.page_nbytes
+
+
+@pytest.mark.parametrize(
+    "name", ["jamba", "kimi_linear", "minimax", "qwen3_next", "recurrent_gemma", "zamba"]
+)
+def test_every_kind_is_counted(name: str, tmp_path: Path) -> None:
+    """A tied head counts; what layers share counts at each use."""
+    model = CASES[name].build()
+    model.config.save_pretrained(tmp_path)
+    ours = load_model_config(tmp_path)
+    expected = count_matrices(model) + (512 * 64 if ours.tie_embeddings else 0)
+    if name == "zamba":
+        shared = [tensor for key, tensor in model.named_parameters() if ".shared_transf." in key]
+        expected += 2 * sum(tensor.numel() for tensor in shared if tensor.dim() > 1)
+    assert count_work(ours).num_weights == expected
+
+
+def test_attention_is_counted_by_its_widths() -> None:
+    attention = AttentionConfig(4, 2, 16, 1.0, False, None)
+    latent = LatentAttentionConfig(4, 32, 24, 16, 20, 1.0, False, None)
+    assert attention_flops(attention) == 4 * (16 + 16) * 2
+    assert attention_flops(latent) == 4 * (48 + 32) * 2
+    block = SharedBlockConfig(0, True, attention, MLP, MAMBA, 1e-5)
+    assert attention_flops(block) == attention_flops(attention)
+    assert attention_flops(MAMBA) == 0
 
 
 @pytest.mark.parametrize("name", TINY)
