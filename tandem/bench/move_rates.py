@@ -70,11 +70,11 @@ def measure_copy() -> float:
     return _PIECE_NBYTES / min(times)
 
 
-def measure_gpu_copy(source_gpu: int, target_gpu: int) -> float:
+def measure_gpu_copy(source_gpu: int, target_gpu: int, nbytes: int = _COPY_NBYTES) -> float:
     """Bytes a second of torch's own copy from one GPU to another: the best of some."""
     import torch
 
-    source = torch.randint(256, (_COPY_NBYTES,), dtype=torch.uint8, device=f"cuda:{source_gpu}")
+    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=f"cuda:{source_gpu}")
     target = torch.zeros_like(source, device=f"cuda:{target_gpu}")
     times = []
     for _ in range(_NUM_COPIES):
@@ -85,7 +85,7 @@ def measure_gpu_copy(source_gpu: int, target_gpu: int) -> float:
         torch.cuda.synchronize(source_gpu)
         torch.cuda.synchronize(target_gpu)
         times.append(time.perf_counter() - start)
-    return _COPY_NBYTES / min(times)
+    return nbytes / min(times)
 
 
 def measure_moves(

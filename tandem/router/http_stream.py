@@ -8,6 +8,7 @@ compression, which engines do not use.
 import asyncio
 import ssl
 from collections.abc import Callable, Mapping
+from weakref import WeakSet
 
 _MAX_HEAD_NBYTES = 1 << 16
 _MAX_SIZE_LINE_NBYTES = 256
@@ -64,7 +65,7 @@ class HttpStream(asyncio.BufferedProtocol):
         host: str,
         port: int,
         *,
-        is_tls: bool = False,
+        tls: ssl.SSLContext | None = None,
         connect_s: float | None = None,
         on_free: "Callable[[HttpStream], None] | None" = None,
     ) -> "HttpStream":
@@ -74,10 +75,7 @@ class HttpStream(asyncio.BufferedProtocol):
         try:
             async with asyncio.timeout(connect_s):
                 _, stream = await loop.create_connection(
-                    lambda: cls(name, on_free),
-                    host,
-                    port,
-                    ssl=ssl.create_default_context() if is_tls else None,
+                    lambda: cls(name, on_free), host, port, ssl=tls
                 )
         except TimeoutError as error:
             raise NoConnectionError(f"{name} took no connection in {connect_s} s") from error
@@ -352,11 +350,12 @@ class StreamPool:
         self, host: str, port: int, *, is_tls: bool, connect_s: float, keepalive_s: float
     ) -> None:
         self._address = (host, port)
-        self._is_tls = is_tls
+        self._tls = ssl.create_default_context() if is_tls else None
         self._connect_s = connect_s
         self._keepalive_s = keepalive_s
         self._free: list[tuple[float, HttpStream]] = []  # the one used last is last
         self._busy: set[HttpStream] = set()
+        self._all: WeakSet[HttpStream] = WeakSet()  # some are given back and wait for their end
 
     @property
     def num_busy(self) -> int:
@@ -374,10 +373,11 @@ class StreamPool:
         else:
             stream = await HttpStream.open(
                 *self._address,
-                is_tls=self._is_tls,
+                tls=self._tls,
                 connect_s=self._connect_s,
                 on_free=self._on_free,
             )
+            self._all.add(stream)
         self._busy.add(stream)
         return stream
 
@@ -395,6 +395,6 @@ class StreamPool:
             stream.fail(error)
 
     def close(self) -> None:
-        for stream in [*self._busy, *(stream for _, stream in self._free)]:
+        for stream in list(self._all):
             stream.close()
         self._free.clear()
