@@ -1,175 +1,160 @@
-"""A kind of state that the package has never heard of, declared here alone: memory, chunked prefill
-and moves between engines of unequal sizes come with the declaration.
-"""
+"""A kind of state is declared in one place: a moving average, made up here in some forty lines,
+gets memory, chunked prefill, batches, ranks, engines and transfers between unequal ones."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tandem.config.build import build_model_config
-from tandem.config.model import LayerConfig
+from tandem.config.keys import Keys
+from tandem.config.model import LayerConfig, ModelConfig
+from tandem.layers.batch import ForwardBatch
+from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
-from tandem.layers.weight import linear
-from tandem.models import decoder, registry
-from tandem.models.family import Branch, Family, Part
-from tandem.state import kinds
-from tandem.state.kinds import Component
-from tests.equivalence.engines import build_core, greedy, request, run, run_apart
+from tandem.layers.weight import Tensors, Weight, linear
+from tandem.models.decoder import LAYERS
+from tandem.models.family import Branch, Family, pre_normed
+from tandem.models.registry import FAMILIES
+from tandem.state.kinds import KINDS, Component
+from tests.equivalence.engines import (
+    assert_equal_outputs,
+    build_core,
+    random_prompts,
+    request,
+    run,
+    run_apart,
+)
 from tests.stepper import Stepper, random_tokens
-from tests.tolerances import assert_close
 
-HIDDEN, CHANNELS, LAYERS, VOCAB = 16, 24, 2, 512
-PROMPT = random_tokens(21, seed=3)
-
-# --- the kind ---
+HIDDEN, UNITS, WIDTH = 32, 8, 3
 
 
 @dataclass(frozen=True)
 class AverageConfig:
     kind: ClassVar[str] = "average"
-    num_channels: int
-    decay: float
+    units: int
+    width: int
 
 
-def average_state(mixer, dtype, state_dtype):
-    return (Component("mean", mixer.num_channels, (1,), state_dtype),)
+def components(mixer: AverageConfig, dtype: str, state_dtype: str) -> tuple[Component, ...]:
+    return (Component("mean", mixer.units, (mixer.width,), state_dtype),)
 
 
 class Average:
-    """y = mean of the past, of which each token replaces a share; one projection in, one out."""
+    """mean_t = (mean_{t-1} + x_t) / 2 of projected channels."""
 
     @staticmethod
-    def weights(config, context):
-        channels = context.shard(config.num_channels, "channels")
-        sizes = (config.num_channels, context.hidden_size)
+    def weights(config: AverageConfig, context: LayerContext) -> dict[str, Weight]:
+        first, last = context.shard(config.units, "units")
+        own, size = (first * config.width, last * config.width), config.units * config.width
         return {
-            **linear("up", *sizes, False, context.dtype, rows=[channels]),
-            **linear("down", *reversed(sizes), False, context.dtype, columns=channels),
+            **linear("in", size, context.hidden_size, False, context.dtype, rows=[own]),
+            **linear("out", context.hidden_size, size, False, context.dtype, columns=own),
         }
 
-    def __init__(self, config, context, tensors):
-        self.layer, self.decay = context.layer, config.decay
-        self.up = build_linear(tensors, "up")
-        self.down = RowLinear(tensors, "down", context.tp)
+    def __init__(self, config: AverageConfig, context: LayerContext, tensors: Tensors) -> None:
+        self.layer, self.width = context.layer, config.width
+        self.into, self.out = build_linear(tensors, "in"), RowLinear(tensors, "out", context.tp)
 
-    def __call__(self, hidden, batch):
-        x, out, state = self.up(hidden), [], batch.state[self.layer]["mean"]
-        edges = batch.query_start.tolist()
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        state = batch.state[self.layer]["mean"]
+        x = self.into(hidden).unflatten(1, (-1, self.width))  # [T, units, width]
+        y = torch.empty_like(x)
+        starts = batch.query_start.tolist()
         for row, slot in enumerate(batch.slots.tolist()):
-            mean = torch.zeros_like(x[0])
-            if batch.has_state[row]:
-                mean = state[slot, :, 0]
-            for token in x[edges[row] : edges[row + 1]]:
-                mean = self.decay * mean + (1 - self.decay) * token
-                out.append(mean)
-            state[slot, :, 0] = mean
-        return self.down(torch.stack(out))
+            mean = state[slot].clone() if batch.has_state[row] else torch.zeros_like(state[slot])
+            for token in range(starts[row], starts[row + 1]):
+                mean = (mean + x[token]) / 2
+                y[token] = mean
+            state[slot] = mean
+        return self.out(y.flatten(1))
 
 
-def read(keys):
-    mixer = AverageConfig(keys.integer("num_channels"), 0.75)
-    layers = tuple(LayerConfig((mixer,), None) for _ in range(keys.integer("num_hidden_layers")))
-    return build_model_config(keys, layers=layers, norm_eps=1e-5)
+def read(keys: Keys) -> ModelConfig:
+    mixer = AverageConfig(keys.integer("units"), keys.integer("width"))
+    layer = LayerConfig((mixer,), None)
+    return build_model_config(keys, layers=(layer,) * 2, norm_eps=1e-5)
 
 
-def parts(config):
-    return [
-        Part(index, (Branch(f"layers.{index}.", layer.mixers[0]),), f"layers.{index}.norm.weight")
+FAMILY = Family(
+    title="Toy",
+    read=read,
+    parts=lambda config: [
+        part
         for index, layer in enumerate(config.layers)
-    ]
-
-
-TOY = Family("Toy", read, parts, ("model.",), "embed.weight", "norm.weight")
+        for part in pre_normed(index, [Branch(f"layers.{index}.average.", layer.mixers[0])], [])
+    ],
+    kinds=("average",),
+    prefixes=("",),
+    embedding="embed.weight",
+    final_norm="norm.weight",
+)
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(kinds.KINDS, AverageConfig.kind, average_state)
-    monkeypatch.setitem(decoder.LAYERS, AverageConfig, Average)
-    monkeypatch.setitem(registry.FAMILIES, "toy", TOY)
-    # --- what its users bring ---
-    config = {"model_type": "toy", "vocab_size": VOCAB, "hidden_size": HIDDEN}
-    config |= {"num_hidden_layers": LAYERS, "num_channels": CHANNELS, "eos_token_id": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(5)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-
-    tensors = {"model.embed.weight": draw(VOCAB, HIDDEN), "lm_head.weight": draw(VOCAB, HIDDEN)}
-    tensors["model.norm.weight"] = torch.ones(HIDDEN)
-    for index in range(LAYERS):
-        tensors[f"model.layers.{index}.norm.weight"] = torch.ones(HIDDEN)
-        tensors[f"model.layers.{index}.up.weight"] = draw(CHANNELS, HIDDEN)
-        tensors[f"model.layers.{index}.down.weight"] = draw(HIDDEN, CHANNELS)
-    save_file(tensors, tmp_path / "model.safetensors")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint, while the kind, its layer and its family are registered: one line each."""
+    tables: list[tuple[dict, Any, Any]] = [
+        (KINDS, "average", components),
+        (LAYERS, AverageConfig, Average),
+        (FAMILIES, "toy", FAMILY),
+    ]
+    for table, name, value in tables:
+        monkeypatch.setitem(table, name, value)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed.weight": (512, HIDDEN), "lm_head.weight": (512, HIDDEN)}
+    for index in range(2):
+        shapes[f"layers.{index}.average.in.weight"] = (UNITS * WIDTH, HIDDEN)
+        shapes[f"layers.{index}.average.out.weight"] = (HIDDEN, UNITS * WIDTH)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    norms = ("norm.weight", "layers.0.input_layernorm.weight", "layers.1.input_layernorm.weight")
+    save_file(
+        {**tensors, **{name: torch.ones(HIDDEN) for name in norms}}, tmp_path / "model.safetensors"
+    )
+    sizes = {"vocab_size": 512, "hidden_size": HIDDEN, "units": UNITS, "width": WIDTH}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "toy", **sizes}))
     return tmp_path
 
 
-def expected(folder: Path, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, vocab] in float64, without anything of the package."""
-    from safetensors.torch import load_file
-
-    given = {name: item.double() for name, item in load_file(folder / "model.safetensors").items()}
-
-    def normed(x: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-
-    x = given["model.embed.weight"][tokens]
-    for index in range(LAYERS):
-        inner = normed(x) @ given[f"model.layers.{index}.up.weight"].T
-        mean, means = torch.zeros(CHANNELS, dtype=torch.float64), []
-        for token in inner:
-            mean = 0.75 * mean + 0.25 * token
-            means.append(mean)
-        x = x + torch.stack(means) @ given[f"model.layers.{index}.down.weight"].T
-    return normed(x) @ given["lm_head.weight"].T
+def test_chunks_batches_and_ranks_equal_the_whole(folder: Path) -> None:
+    tokens = random_tokens(40)
+    (expected,) = Stepper(folder).step([(0, tokens)])
+    for tp in (1, 2, 4):
+        stepper = Stepper(folder, tp=tp)
+        stepper.step([(0, random_tokens(9, seed=3)), (1, tokens[:7])])
+        stepper.forget(0)
+        first = stepper.step([(1, tokens[7:20]), (0, tokens[:1])])
+        second = stepper.step([(0, tokens[1:2]), (1, tokens[20:])])
+        torch.testing.assert_close(torch.cat([first[0], second[1]]), expected[7:])
+        torch.testing.assert_close(torch.cat([first[1], second[0]]), expected[:2])
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("chunks", [[21], [1, 20], [7, 1, 13]])
-def test_any_chunks_at_any_size_give_the_same(toy: Path, tp: int, chunks: list[int]) -> None:
-    stepper = Stepper(toy, tp=tp)
-    found, start = [], 0
-    for size in chunks:
-        found += stepper.step([(2, PROMPT[start : start + size])])
-        start += size
-    assert_close(torch.cat(found), expected(toy, PROMPT))
-
-
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4), (1, 2)])
-def test_its_state_moves_between_engines_of_unequal_sizes(
-    toy: Path, prefill_tp: int, decode_tp: int
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (1, 8), (8, 1), (2, 4)])
+def test_its_state_moves_between_unequal_engines(
+    folder: Path, prefill_tp: int, decode_tp: int
 ) -> None:
-    prefill = Stepper(toy, tp=prefill_tp, page_tokens=8)
-    decode = Stepper(toy, tp=decode_tp, page_tokens=16)
-    prefill.step([(1, PROMPT[:-1])])
-    decode.read_from(prefill, 1, sequence=3)
-    found = decode.step([(3, PROMPT[-1:])])[0]
-    assert_close(found, expected(toy, PROMPT)[-1:])
+    tokens = random_tokens(40)
+    (expected,) = Stepper(folder).step([(0, tokens)])
+    prefill = Stepper(folder, tp=prefill_tp)
+    decode = Stepper(folder, tp=decode_tp, page_tokens=12)
+    prefill.step([(2, tokens[:30])])
+    decode.move_from(prefill, 2)
+    (rest,) = decode.step([(2, tokens[30:])])
+    torch.testing.assert_close(rest, expected[30:])
 
 
-def test_engines_serve_it_without_pages_together_and_apart(toy: Path) -> None:
-    alone = build_core(toy)
-    prefill, decode = build_core(toy, role="prefill"), build_core(toy, role="decode")
+def test_engines_serve_it_together_and_apart(folder: Path) -> None:
+    lengths = [1, 5, 40]
+    requests = [request(f"r{i}", prompt) for i, prompt in enumerate(random_prompts(lengths))]
+    cores = [build_core(folder, arena_mib=1, role=role) for role in ("prefill", "decode")]
+    together = build_core(folder, arena_mib=1, budget_tokens=16)
     try:
-        requests = [request("a", PROMPT, greedy(5)), request("b", PROMPT[:9], greedy(3))]
-        answers = run(alone, requests)
-        for item, answer in zip(requests, answers, strict=True):
-            tokens = list(item.prompt_token_ids)
-            for token in answer.token_ids:
-                assert token == int(expected(toy, tokens)[-1].argmax())
-                tokens.append(token)
-            assert len(tokens) == len(item.prompt_token_ids) + item.sampling.max_tokens
-        apart = run_apart(prefill, decode, requests)
-        assert [item.token_ids for item in apart] == [item.token_ids for item in answers]
-        geometry = alone._cache.geometry
-        assert geometry.num_pages == 0 < geometry.num_slots
+        assert_equal_outputs(run_apart(*cores, requests), run(together, requests), lengths)
     finally:
-        for core in (decode, prefill, alone):
+        for core in (*reversed(cores), together):
             core.close()
