@@ -70,6 +70,30 @@ def test_selective_scan_of_any_shape_and_dtype(
         )
 
 
+@pytest.mark.parametrize(
+    ("lengths", "has_state"),
+    [
+        ([64], [True]),
+        ([257], [False]),
+        ([64, 1, 128, 65], [True, False, True, False]),
+        ([3] * 300, [True, False, True] * 100),
+        ([30001, 40], [True, True]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize(
+    "size", [(4, 2, 64, 128), (6, 1, 128, 64), (8, 8, 64, 16), (2, 1, 64, 256)]
+)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_ssd_prefill_in_boxes(lengths, has_state, size, dtype):
+    """Rows that keep 16 bytes, and tiles without a rest: whole chunks are read in boxes."""
+    from tandem.ops.ssd import triton as ssd
+
+    names = ("heads", "groups", "head_dim", "state_size")
+    options = {"gap": 8, "dtype": dtype, **dict(zip(names, size, strict=True))}
+    cases.check_ssd_prefill(ssd, CUDA, lengths, has_state, **options)
+
+
 @pytest.mark.parametrize("state_dtype", [BF16, FP16])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(

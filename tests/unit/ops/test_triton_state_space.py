@@ -30,6 +30,16 @@ def test_ssd_with_state_rounded_at_random():
 
 @pytest.mark.parametrize(
     ("lengths", "has_state"),
+    [([40, 16], [True, False]), ([150], [True]), ([17, 0, 33], [True, True, False])],
+)
+def test_ssd_prefill_in_boxes(lengths, has_state):
+    """Rows that keep 16 bytes, and tiles without a rest: whole chunks are read in boxes."""
+    options = {"dtype": torch.float32, "head_dim": 16, "state_size": 16, "gap": 4}
+    cases.check_ssd_prefill(ssd, "cpu", lengths, has_state, **options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "has_state"),
     [([5, 0, 20], [True, True, False]), ([1, 16], [False, True]), ([1, 1, 1], None)],
 )
 @pytest.mark.parametrize("is_random", [False, True])
