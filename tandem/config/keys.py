@@ -97,6 +97,14 @@ class Keys:
             )
         return value
 
+    def only(self, key: str, value: bool) -> None:
+        """Refuse the other value of a flag; a missing key is what we support."""
+        if self.flag(key, value) is not value:
+            raise ModelError(
+                f"{self.source}: {key}={str(not value).lower()} is not supported; expected "
+                f"{str(value).lower()}"
+            )
+
     def one_of(self, key: str, supported: tuple[str, ...], default: str) -> str:
         value = self.get(key, default=default)
         if value not in supported:

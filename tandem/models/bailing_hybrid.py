@@ -13,7 +13,6 @@ from tandem.config.model import (
     MixerConfig,
     ModelConfig,
 )
-from tandem.errors import ModelError
 from tandem.models.family import Branch, Family, Names, Part, pre_normed
 from tandem.models.reading import (
     read_gated_mlp,
@@ -27,11 +26,7 @@ from tandem.models.reading import (
 
 def _read(keys: Keys) -> ModelConfig:
     norm_eps = keys.number("rms_norm_eps", default=1e-6)
-    if not keys.flag("kda_safe_gate", True):
-        raise ModelError(
-            f"{keys.source}: kda_safe_gate=false is not supported; expected a decay with "
-            "kda_lower_bound"
-        )
+    keys.only("kda_safe_gate", True)
     delta = KimiDeltaConfig(
         num_heads=keys.integer("linear_num_heads", "num_attention_heads", maximum=MAX_HEADS),
         head_dim=keys.integer("linear_head_dim", "head_dim", default=128),

@@ -25,6 +25,8 @@ from tandem.models.reading import (
 
 def _read(keys: Keys) -> ModelConfig:
     norm_eps = keys.number("rms_norm_eps", default=1e-5)
+    keys.only("mla_use_nope", True)
+    keys.one_of("moe_router_activation_func", ("sigmoid",), "sigmoid")
     linear = keys.section("linear_attn_config")
     delta = KimiDeltaConfig(
         num_heads=linear.integer(

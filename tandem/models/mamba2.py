@@ -66,18 +66,19 @@ def codestral_keys(raw: dict[str, Any], source: Path) -> Keys:
             f"{source}: model_type={raw.get('model_type')!r}; of models with a params.json only "
             "'mamba' is supported: use a folder with config.json"
         )
-    dim = raw.get("dim")
+    keys = Keys(raw, source)
+    dim = keys.integer("dim")
     found = {
         "model_type": "codestral_mamba",
         "dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
         "hidden_size": dim,
-        "num_hidden_layers": raw.get("n_layers"),
-        "vocab_size": raw.get("vocab_size"),
-        "n_groups": raw.get("n_groups"),
-        "num_heads": dim * 2 // 64 if isinstance(dim, int) else dim,
-        "tie_word_embeddings": raw.get("tie_embeddings"),
+        "num_hidden_layers": keys.integer("n_layers"),
+        "vocab_size": keys.integer("vocab_size"),
+        "n_groups": keys.integer("n_groups"),
+        "num_heads": dim * 2 // 64,
+        "tie_word_embeddings": keys.flag("tie_embeddings", False),
     }
     return Keys(found, source)
 

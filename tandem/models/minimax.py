@@ -14,7 +14,6 @@ from tandem.config.model import (
     MixerConfig,
     ModelConfig,
 )
-from tandem.errors import ModelError
 from tandem.models.family import Branch, Family, Names, Part
 from tandem.models.reading import (
     check_rotary,
@@ -48,13 +47,8 @@ def _read(keys: Keys) -> ModelConfig:
     norm_eps = keys.number("rms_norm_eps", default=1e-5)
     keys.one_of("hidden_act", ("silu",), "silu")
     refuse_window(keys)
-    if not keys.flag("postnorm", True) or keys.integer(
-        "shared_intermediate_size", default=0, minimum=0
-    ):
-        raise ModelError(
-            f"{keys.source}: postnorm=false and shared_intermediate_size are not supported for "
-            f"{keys.get('model_type')}; expected those of MiniMax-Text-01"
-        )
+    keys.only("postnorm", True)
+    keys.integer("shared_intermediate_size", default=0, minimum=0, maximum=0)
     head_dim = read_head_dim(keys)
     rotary = read_rotary(keys, head_dim, theta=1e6)
     rotary_dim = keys.integer("rotary_dim", default=rotary.rotary_dim)

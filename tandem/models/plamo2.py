@@ -22,6 +22,7 @@ _POST_MLP_OFFSET = 1 / 5**1.5
 
 def _read(keys: Keys) -> ModelConfig:
     norm_eps = keys.number("rms_norm_eps", default=1e-6)
+    keys.only("use_predefined_initial_state", False)
     head_dim = keys.integer("hidden_size_per_head", default=128)
     mamba = LowRankMamba2Config(
         num_heads=keys.integer("mamba_num_heads", default=64, maximum=MAX_HEADS),

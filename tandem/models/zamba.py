@@ -50,8 +50,7 @@ def _read(keys: Keys) -> ModelConfig:
 
 def _read2(keys: Keys) -> ModelConfig:
     hidden_size = keys.integer("hidden_size")
-    if keys.flag("use_long_context", False):
-        raise ModelError(f"{keys.source}: use_long_context is not supported; set it to false")
+    keys.only("use_long_context", False)
     inner_size = keys.integer("mamba_expand", default=2) * hidden_size
     num_heads = keys.integer("n_mamba_heads", default=8, maximum=MAX_HEADS)
     if inner_size % num_heads:
