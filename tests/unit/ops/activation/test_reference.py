@@ -22,3 +22,14 @@ def test_activation_by_name():
     torch.testing.assert_close(activate(x, "silu_gated"), silu_mul(x))
     with pytest.raises(ShapeError, match="gelu"):
         activate(x, "gelu")
+
+
+def test_gelu_gates_the_second_half():
+    gate, up = torch.tensor([[-1.0, 0.5]]), torch.tensor([[2.0, 3.0]])
+    exact = activate(torch.cat([gate, up], dim=1), "gelu_gated")
+    by_tanh = activate(torch.cat([gate, up], dim=1), "gelu_tanh_gated")
+    normal = torch.distributions.Normal(0.0, 1.0)
+    torch.testing.assert_close(exact, gate * normal.cdf(gate) * up)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(by_tanh, gate * (1 + torch.tanh(inner)) / 2 * up)
+    assert not torch.equal(exact, by_tanh)
