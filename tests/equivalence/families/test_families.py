@@ -18,7 +18,7 @@ from tests.equivalence.families.harness import (
     feed,
     oracle,
 )
-from tests.stepper import random_tokens
+from tests.stepper import Stepper, random_tokens
 
 
 @pytest.fixture(scope="module", params=[*CASES])
@@ -91,6 +91,28 @@ def test_state_moves_between_engines_of_any_size(
     check(feed(prefill, 1, tokens[:37], [37]), subject.logits[:37], "prefill")
     decode.move_from(prefill, 1)
     check(feed(decode, 1, tokens[37:], [1]), subject.logits[37:], "decode")
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.make is None])
+def test_16_bit_weights_are_as_near_as_transformers(name: str, tmp_path: Path) -> None:
+    """To the model with the same weights in fp32. A token may choose another expert, by rounding,
+    on either side."""
+    case, tokens = CASES[name], random_tokens(24)
+    model = case.build(dtype=torch.bfloat16)
+    case.save(model, tmp_path)
+    theirs = oracle(model, tokens).double()
+    rounded = case.build()
+    values = dict(model.named_parameters())
+    with torch.no_grad():
+        for key, parameter in rounded.named_parameters():
+            parameter.copy_(values[key].float())
+    exact = oracle(rounded, tokens).double()
+    ours = feed(Stepper(tmp_path, dtype="bfloat16"), 0, tokens, [20]).double()
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits - exact).norm() / exact.norm())
+
+    assert error(ours) < 2 * error(theirs) + 0.02
 
 
 @pytest.mark.parametrize(
