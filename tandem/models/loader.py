@@ -44,7 +44,7 @@ def load_model(
     if is_random:
         return Decoder(config, family, random_weights(weights, device), tp)
     checkpoint = Checkpoint(path)
-    weights = _stored_weights(config, family, tp, checkpoint)
+    weights = _stored_weights(weights, config, family, tp, checkpoint)
     tensors = load_weights(
         checkpoint, weights, device, ignored=family.ignored, show_progress=show_progress
     )
@@ -52,16 +52,25 @@ def load_model(
 
 
 def _stored_weights(
-    config: ModelConfig, family: Family, tp: TensorParallel, checkpoint: Checkpoint
+    usual: dict[str, Weight],
+    config: ModelConfig,
+    family: Family,
+    tp: TensorParallel,
+    checkpoint: Checkpoint,
 ) -> dict[str, Weight]:
     """The weights by the names that this checkpoint uses; by the usual ones if it uses none."""
     prefix = checkpoint.prefix(family.prefixes)
-    known = [
-        Decoder.weights(config, replace(family, parts=parts), tp, prefix)
-        for parts in (family.parts, *family.other_parts)
-    ]
-    for weights in known:
-        needed = (weight for weight in weights.values() if not weight.is_optional)
-        if all(piece.name in checkpoint for weight in needed for piece in weight.pieces):
+    if prefix != family.prefixes[0]:
+        usual = Decoder.weights(config, family, tp, prefix)
+    if _are_in(checkpoint, usual):
+        return usual
+    for parts in family.other_parts:
+        weights = Decoder.weights(config, replace(family, parts=parts), tp, prefix)
+        if _are_in(checkpoint, weights):
             return weights
-    return known[0]
+    return usual
+
+
+def _are_in(checkpoint: Checkpoint, weights: dict[str, Weight]) -> bool:
+    needed = (weight for weight in weights.values() if not weight.is_optional)
+    return all(piece.name in checkpoint for weight in needed for piece in weight.pieces)
