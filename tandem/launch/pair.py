@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tandem import log as tandem_log
 from tandem.config.engine import EngineConfig
@@ -108,6 +109,34 @@ def pair_configs(
     return configs
 
 
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that engines may use, as CUDA_VISIBLE_DEVICES has them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    found = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted((name for name in found if name.isdigit()), key=int)
+
+
+def place_engines(num_ranks: list[int], gpus: list[str]) -> list[dict[str, str]]:
+    """Environments that put each engine's ranks on GPUs of their own, in order; empty ones where
+    there are not enough, and all share the first ones.
+
+    Every engine sees all GPUs, its own ones first: memory of one that it does not see might not be
+    mapped, and state would take another way.
+    """
+    if sum(num_ranks) > len(gpus):
+        return [{} for _ in num_ranks]
+    places = []
+    start = 0
+    for count in num_ranks:
+        own = gpus[start : start + count]
+        others = [name for name in gpus if name not in own]
+        places.append({"CUDA_VISIBLE_DEVICES": ",".join([*own, *others])})
+        start += count
+    return places
+
+
 def serve_pair(
     config: EngineConfig,
     *,
@@ -132,13 +161,18 @@ def serve_pair(
         prefill_page_tokens=prefill_page_tokens,
     )
     secret, environment = _pair_secret(config)
+    gpus = visible_gpus()
+    places = place_engines([item.parallel.tp for item in configs], gpus)
+    if gpus and not any(places):
+        log.warning("%d GPUs are fewer than ranks: engines share them", len(gpus))
     with ExitStack() as stack:
         public = stack.enter_context(bind(host, port))
         engines = []
-        for index, engine_config in enumerate(configs):
+        for index, (engine_config, place) in enumerate(zip(configs, places, strict=True)):
             listener = stack.enter_context(bind("127.0.0.1", 0))
             name = f"{engine_config.transfer.role}-{index}"
-            engines.append(_Engine(name, engine_config, listener, log_level, environment))
+            own = {**environment, **place}
+            engines.append(_Engine(name, engine_config, listener, log_level, own))
         stop = Stop()
         work = _supervise(engines, public, secret, stop, config.scheduler.drain_s)
         run_until_signalled(work, stop)
