@@ -13,7 +13,7 @@ from tandem.layers.batch import ForwardBatch
 from tandem.layers.context import LayerContext
 from tandem.layers.linear import RowLinear, build_linear
 from tandem.layers.weight import Tensors, Weight, linear, part, whole
-from tandem.ops.attention import paged_attention
+from tandem.ops.latent_attention import latent_attention
 from tandem.ops.linear import PackedLinear
 from tandem.ops.norm import rms_norm
 from tandem.ops.rotary import apply_rotary
@@ -108,16 +108,17 @@ class LatentAttention:
         rows = torch.cat([latent, k_rope], dim=-1).to(latents.dtype)
         latents[batch.token_pages, 0, 0, batch.token_offsets] = rows
         absorbed = torch.matmul(q_nope.transpose(0, 1), self._to_key).transpose(0, 1)  # [T, H, L]
-        out = paged_attention(
+        out = latent_attention(
             torch.cat([absorbed, q_rope], dim=-1),
-            latents.expand(-1, -1, 2, -1, -1),
+            latents,
             batch.page_table,
             batch.query_start,
             batch.context_lens,
             config.scale,
             batch.num_decode,
+            config.latent_size,
         )
-        mixed = out[..., : config.latent_size].transpose(0, 1)  # [H, T, L]
+        mixed = out.transpose(0, 1)  # [H, T, L]
         values = torch.matmul(mixed, self._to_value.transpose(1, 2)).transpose(0, 1)
         if self._gate is not None:
             values = values * self._gate(hidden).sigmoid().unsqueeze(-1)

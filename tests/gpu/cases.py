@@ -15,6 +15,7 @@ from tandem.ops.attention import reference as attention_reference
 from tandem.ops.conv1d import reference as conv1d_reference
 from tandem.ops.delta_rule import reference as delta_reference
 from tandem.ops.experts import reference as experts_reference
+from tandem.ops.latent_attention import reference as latent_reference
 from tandem.ops.norm import reference as norm_reference
 from tandem.ops.norm_gate import reference as norm_gate_reference
 from tandem.ops.rg_lru import reference as rg_lru_reference
@@ -401,6 +402,50 @@ def check_attention(
     poison(q.numel(), device)
     out = module.paged_attention(q, pages.view, *rest)
     assert out.dtype == dtype
+    assert_close(out, expected)
+
+
+def check_latent_attention(
+    module: ModuleType,
+    device: str,
+    lengths: list[int],
+    contexts: list[int],
+    num_decode: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page_tokens: int = 16,
+    heads: int = 32,
+    value_size: int = 512,
+    position_size: int = 64,
+) -> None:
+    rng = Random(device)
+    width = value_size + position_size
+    num_pages = [-(-context // page_tokens) for context in contexts]
+    total = sum(num_pages)
+    order = torch.randperm(2 * total + 1, generator=torch.Generator().manual_seed(1)).tolist()
+    pages = arena(rng, 2 * total + 1, (1, 1, page_tokens, width), dtype)
+    # Entries beyond the context name no page at all.
+    table = torch.full((len(contexts), max(num_pages) + 2), 1 << 30, dtype=torch.int32)
+    used = 0
+    for row, (context, count) in enumerate(zip(contexts, num_pages, strict=True)):
+        table[row, :count] = torch.tensor(order[used : used + count], dtype=torch.int32)
+        used += count
+        at = torch.arange(context)
+        where = (table[row, at // page_tokens].long().to(device), (at % page_tokens).to(device))
+        pages.view[where[0], 0, 0, where[1]] = rng.normal(context, width, dtype=dtype)
+    q = rng.normal(sum(lengths), heads + 1, width, dtype=dtype)[:, 1:]
+    rest = (
+        table.to(device),
+        rng.starts(lengths),
+        rng.index(contexts, torch.int32),
+        width**-0.5,
+        num_decode,
+        value_size,
+    )
+    expected = latent_reference.latent_attention(q.float(), pages.view.float(), *rest)
+    poison(q.numel(), device)
+    out = module.latent_attention(q, pages.view, *rest)
+    assert (out.dtype, out.shape) == (dtype, (*q.shape[:2], value_size))
     assert_close(out, expected)
 
 

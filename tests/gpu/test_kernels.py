@@ -21,6 +21,7 @@ def ops():
     from tandem.ops.conv1d import triton as conv1d
     from tandem.ops.experts import triton as experts
     from tandem.ops.greedy import triton as greedy
+    from tandem.ops.latent_attention import triton as latent_attention
     from tandem.ops.norm import triton as norm
     from tandem.ops.rotary import triton as rotary
     from tandem.ops.sampling import triton as sampling
@@ -32,7 +33,7 @@ def ops():
     Ops.activation, Ops.attention, Ops.conv1d = activation, attention, conv1d
     Ops.greedy = greedy
     Ops.experts, Ops.norm, Ops.ssd = experts, norm, ssd
-    Ops.rotary, Ops.sampling = rotary, sampling
+    Ops.rotary, Ops.sampling, Ops.latent_attention = rotary, sampling, latent_attention
     return Ops
 
 
@@ -161,6 +162,28 @@ def test_attention(ops, lengths, contexts, num_decode, page_tokens):
     cases.check_attention(
         ops.attention, CUDA, lengths, contexts, num_decode, page_tokens=page_tokens
     )
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "num_decode"),
+    [
+        ([1, 1, 1], [1, 33, 1000], 3),
+        ([1, 1, 5, 0, 70, 1], [9, 32, 5, 20, 131, 1], 2),
+        ([1] * 40, [17] * 40, 40),
+        ([1], [20000], 1),
+        ([50], [3000], 0),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize(
+    ("heads", "sizes"), [(32, (512, 64)), (4, (512, 64)), (128, (512, 64)), (3, (20, 6))]
+)
+def test_latent_attention(ops, lengths, contexts, num_decode, heads, sizes, dtype):
+    cases.check_latent_attention(
+        ops.latent_attention, CUDA, lengths, contexts, num_decode,
+        dtype=dtype, heads=heads, value_size=sizes[0], position_size=sizes[1],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

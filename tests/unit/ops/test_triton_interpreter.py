@@ -19,6 +19,7 @@ from tandem.ops.conv1d import triton as conv1d
 from tandem.ops.delta_rule import triton as delta_rule
 from tandem.ops.experts import triton as experts
 from tandem.ops.greedy import triton as greedy
+from tandem.ops.latent_attention import triton as latent_attention
 from tandem.ops.norm import triton as norm
 from tandem.ops.norm_gate import triton as norm_gate
 from tandem.ops.rg_lru import triton as rg_lru
@@ -74,6 +75,18 @@ def test_attention(lengths, contexts, num_decode, window, softcap):
     cases.check_attention(
         attention, "cpu", lengths, contexts, num_decode, window=window, softcap=softcap, **options
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "num_decode"),
+    [([1, 1], [150, 3], 2), ([1, 5, 0, 17], [9, 5, 20, 40], 1), ([20], [70], 0)],
+)
+@pytest.mark.parametrize(("heads", "sizes"), [(4, (16, 8)), (3, (20, 6)), (80, (12, 4))])
+def test_latent_attention(lengths, contexts, num_decode, heads, sizes):
+    cases.check_latent_attention(
+        latent_attention, "cpu", lengths, contexts, num_decode,
+        dtype=torch.float32, heads=heads, value_size=sizes[0], position_size=sizes[1],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("head_dim", "rot_dim"), [(16, 16), (12, 4), (20, 10)])
