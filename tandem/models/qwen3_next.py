@@ -133,4 +133,5 @@ QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, read=lambda keys: QWEN3_5_MOE_TEXT.read(
 
 def _text_keys(keys: Keys) -> Keys:
     """`text_config`, with what stands beside it filled in."""
-    return keys.section("text_config").over(keys, "dtype", "torch_dtype", "tie_word_embeddings")
+    beside = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id")
+    return keys.section("text_config").over(keys, *beside)
