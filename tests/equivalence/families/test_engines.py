@@ -24,7 +24,13 @@ NUM_TOKENS = 8
 
 # Ranks are processes, which take seconds to start; every family's state moves between such sizes in
 # test_families.py.
-PAIRS = {"llama": (1, 2), "mamba": (2, 1), "lfm2": (1, 1), "falcon_h1": (1, 1)}
+PAIRS = {
+    "llama": (1, 2),
+    "mamba": (2, 1),
+    "lfm2": (1, 1),
+    "falcon_h1": (1, 1),
+    "kimi_linear": (1, 1),
+}
 
 
 class Model:
