@@ -7,8 +7,7 @@ kept alone, and the stats say where to look: the k-th largest of the runs' large
 larger than the k-th largest logit, and the sums say down to where there is enough weight. What lies
 above such a bound is gathered, mostly little more than what is kept, and searched in registers, bit
 by bit of the boundary (a radix selection; Alabi et al. 2012, "Fast k-selection algorithms for
-graphics processing units"). Where it is too much (a flat distribution with top-p)
-`sampling_long_kernel` searches the row itself.
+graphics processing units"). Where it is too much, `flat` or, at last, `long` go on.
 
 Nothing depends on the order in which programs run.
 """
@@ -18,11 +17,31 @@ import triton
 import triton.language as tl
 
 from tandem.ops.sampling import reference
+from tandem.ops.sampling.flat import (
+    LONG,
+    NARROW,
+    sampling_flat_kernel,
+    sampling_gather_kernel,
+    sampling_narrow_kernel,
+)
+from tandem.ops.sampling.long import sampling_long_kernel
+from tandem.ops.sampling.search import (
+    boundary,
+    depth_of,
+    load_stats,
+    num_needed,
+    order_of,
+    point_of,
+    value_of,
+)
 from tandem.ops.tiles import is_plain, kernel
 
 _RUN = 64
 _RUNS = 128
-# Depths below the largest logit of a chunk, in scaled logits: see `_depth`.
+# Passes that narrow the bracket of a flat row, and pivots of each.
+_PASSES = 3
+_PIVOTS = 16
+# Depths below the largest logit of a chunk, in scaled logits: see `depth_of`.
 _DEPTHS = 8
 # Tokens that a program searches in registers, and how many it reads at once if that is too few.
 _MOST = 4096
@@ -112,6 +131,8 @@ def draw(
     values = torch.empty((num_rows, _MOST), dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, _MOST), dtype=torch.int32, device=device)
     hot = torch.empty((num_rows, num_chunks * _RUNS), dtype=torch.int32, device=device)
+    brackets = torch.empty((num_rows, _PASSES, 2), dtype=torch.float32, device=device)
+    chunks = triton.next_power_of_2(num_chunks)
     sampling_draw_kernel[(num_rows,)](
         logits,
         rows,
@@ -126,14 +147,20 @@ def draw(
         values,
         ids,
         hot,
+        brackets,
         tokens,
         logits.stride(0),
         vocab,
         **shape,
-        BC=triton.next_power_of_2(num_chunks),
+        PASSES=_PASSES,
+        BC=chunks,
         MOST=_MOST,
         num_warps=8,
     )
+    if long is not None:
+        _draw_flat(
+            logits, rows, temperature, uniform, top_p, maxima, sums, brackets, values, tokens
+        )
     sampling_long_kernel[(num_rows,)](
         logits,
         rows,
@@ -149,68 +176,53 @@ def draw(
         vocab,
         NC=num_chunks,
         RUNS=_RUNS,
-        BC=triton.next_power_of_2(num_chunks),
+        BC=chunks,
         BV=_TILE,
         num_warps=16,
     )
     return tokens
 
 
-@triton.jit
-def _order_of(b_logit):
-    """uint32 in the order of fp32 values; -0 counts as 0."""
-    b_bits = (b_logit + 0.0).to(tl.int32, bitcast=True)
-    return (b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
-
-
-@triton.jit
-def _value_of(order):
-    """The fp32 value at a place in the order."""
-    bits = (order ^ 0x80000000).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _boundary(b_order, b_weight, target):
-    """The last place in the order with a weight of `target` or more from there on; 0 if none."""
-    place = tl.zeros([], tl.uint32)
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
-        weight = tl.sum(tl.where(b_order >= (place | bit), b_weight, 0), 0)
-        place = tl.where(weight >= target, place | bit, place)
-        bit = bit >> 1
-    return place
-
-
-@triton.jit
-def _point(uniform, total):
-    """Where in [0, total) the draw falls; rounding must not push it past the last token."""
-    last = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
-    return tl.where(total > 0, tl.minimum(uniform * total, last), 0.0)
-
-
-@triton.jit
-def _num_needed(missing, own, most):
-    """How many tokens of weight `own` reach the missing weight, int32, and no more than `most`."""
-    needed = tl.where(own > 0, tl.ceil(missing / tl.where(own > 0, own, 1.0)), 1.0)
-    return tl.maximum(tl.minimum(needed, most * 1.0), 0.0).to(tl.int32)
-
-
-@triton.jit
-def _load_stats(
-    p_max, p_sum, factor, NC: tl.constexpr, RUNS: tl.constexpr, BC: tl.constexpr
-):  # fmt: skip
-    """(largest logits [BC, RUNS], largest of all, sums of weights [BC] relative to it)."""
-    o_c = tl.arange(0, BC)
-    o_r = tl.arange(0, RUNS)
-    m_c = o_c < NC
-    p_run = p_max + o_c[:, None] * RUNS + o_r[None, :]
-    b_run = tl.load(p_run, mask=m_c[:, None], other=float("-inf"))
-    b_top = tl.max(b_run, 1)
-    top = tl.max(b_top, 0)
-    b_sum = tl.load(p_sum + o_c, mask=m_c, other=0.0)
-    b_sum = tl.where(b_sum > 0, b_sum * tl.exp2((b_top - top) * factor).to(tl.float64), 0.0)
-    return b_run, top, b_sum
+def _draw_flat(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    uniform: torch.Tensor,
+    top_p: torch.Tensor,
+    maxima: torch.Tensor,
+    sums: torch.Tensor,
+    brackets: torch.Tensor,
+    values: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """The rows whose token is flat.NARROW; see `flat`."""
+    num_rows, num_chunks = sums.shape
+    vocab, device = logits.shape[1], logits.device
+    masses = torch.empty(
+        (num_rows, _PASSES, num_chunks, _PIVOTS), dtype=torch.float64, device=device
+    )
+    counts = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    stats = (top_p, maxima, sums, brackets, masses)
+    shape = {
+        "PASSES": _PASSES,
+        "NC": num_chunks,
+        "RUN": _RUN,
+        "RUNS": _RUNS,
+        "BC": triton.next_power_of_2(num_chunks),
+        "PIVOTS": _PIVOTS,
+        "num_warps": 8,
+    }
+    ends = (tokens, logits.stride(0), vocab)
+    for number in range(_PASSES):
+        sampling_narrow_kernel[(num_chunks, num_rows)](
+            logits, rows, temperature, *stats, *ends, PASS=number, **shape
+        )
+    sampling_gather_kernel[(num_chunks, num_rows)](
+        logits, rows, temperature, *stats, values, counts, *ends, MOST=_MOST, **shape
+    )
+    sampling_flat_kernel[(num_rows,)](
+        logits, rows, temperature, uniform, *stats, values, counts, *ends, MOST=_MOST, **shape
+    )
 
 
 @kernel
@@ -244,12 +256,6 @@ def sampling_penalty_kernel(
     tl.store(p_logits + o_v, tl.where(is_generated, b_l - penalty, b_l), mask=m_v)
 
 
-@triton.jit
-def _depth(j):
-    """0.75, 1.9, 3.4, 5.3, 7.5, 10.1, 13.1, 16.5: fine where the weight is."""
-    return 0.75 * (j + 1) * (1.0 + 0.25 * j)
-
-
 @kernel
 def sampling_stats_kernel(
     p_logits,
@@ -279,13 +285,14 @@ def sampling_stats_kernel(
     b_run = tl.max(b_l, 1)
     tl.store(p_max + (i_n * NC + i_c) * RUNS + o_r, b_run)
     top = tl.max(b_run, 0)
+    top = tl.where(top > float("-inf"), top, 0.0)  # nothing in the chunk may come
     b_e = tl.where(b_l > float("-inf"), (b_l - top) * factor, float("-inf"))
     b_w = tl.exp2(b_e)
     tl.store(p_sum + i_n * NC + i_c, tl.sum(tl.sum(b_w, 1).to(tl.float64), 0))
     if (tl.load(p_top_p + i_n) < 1.0) & (tl.load(p_top_k + i_n) >= vocab):
         above = tl.zeros([], tl.float64)
         for j in tl.static_range(DEPTHS):
-            b_there = tl.where(b_e >= _depth(j) * -1.4426950408889634, b_w, 0.0)
+            b_there = tl.where(b_e >= depth_of(j) * -1.4426950408889634, b_w, 0.0)
             so_far = tl.sum(tl.sum(b_there, 1).to(tl.float64), 0)
             tl.store(p_depth + (i_n * NC + i_c) * DEPTHS + j, so_far - above)
             above = so_far
@@ -306,6 +313,7 @@ def sampling_draw_kernel(
     p_values,
     p_ids,
     p_hot,
+    p_bracket,
     p_tokens,
     logit_row,
     vocab,
@@ -313,10 +321,11 @@ def sampling_draw_kernel(
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
     DEPTHS: tl.constexpr,
+    PASSES: tl.constexpr,
     BC: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """One row. Leaves -1 where more than MOST tokens have to be looked at."""
+    """One row. Leaves it to `flat` or `long` where more than MOST tokens have to be looked at."""
     i_n = tl.program_id(0).to(tl.int64)
     temperature = tl.load(p_temperature + i_n)
     factor = 1.4426950408889634 / temperature
@@ -325,7 +334,7 @@ def sampling_draw_kernel(
     top_p = tl.load(p_top_p + i_n)
     min_p = tl.load(p_min_p + i_n)
     p_logits += tl.load(p_rows + i_n) * logit_row
-    b_run, top, b_sum = _load_stats(
+    b_run, top, b_sum = load_stats(
         p_max + i_n * (NC * RUNS), p_sum + i_n * NC, factor, NC, RUNS, BC
     )
     b_end = tl.cumsum(b_sum, 0)
@@ -333,7 +342,7 @@ def sampling_draw_kernel(
     is_cut_k = top_k < vocab
     is_cut_p = top_p < 1.0
     if not (is_cut_k | is_cut_p | (min_p > 0)):
-        point = _point(uniform, total)
+        point = point_of(uniform, total)
         chunk = tl.minimum(tl.sum((b_end <= point).to(tl.int32), 0), NC - 1)
         before = tl.max(tl.where(b_end <= point, b_end, 0.0), 0)
         o_c = tl.arange(0, RUN * RUNS)
@@ -349,10 +358,10 @@ def sampling_draw_kernel(
     else:
         # A bound: nothing below it is kept.
         b_flat = tl.reshape(b_run, [BC * RUNS])
-        b_order = _order_of(b_flat)
+        b_order = order_of(b_flat)
         bound = tl.zeros([], tl.uint32)
         if is_cut_k:
-            bound = _boundary(b_order, tl.full([BC * RUNS], 1, tl.int32), top_k)
+            bound = boundary(b_order, tl.full([BC * RUNS], 1, tl.int32), top_k)
         elif is_cut_p:
             # As if all weight between two depths lay at the lower one, and that a little lower.
             o_c = tl.arange(0, BC)[:, None]
@@ -361,13 +370,13 @@ def sampling_draw_kernel(
             b_there = tl.load(p_depth + (i_n * NC + o_c) * DEPTHS + o_d, mask=m_d, other=0.0)
             b_top = tl.max(b_run, 1)[:, None]
             b_there *= tl.where(b_there > 0, tl.exp2((b_top - top) * factor), 0.0).to(tl.float64)
-            b_at = b_top - (_depth(o_d) + 0.001) * temperature - 1e-6 * tl.abs(b_top)
-            b_at = _order_of(tl.reshape(b_at, [BC * DEPTHS]))
+            b_at = b_top - (depth_of(o_d) + 0.001) * temperature - 1e-6 * tl.abs(b_top)
+            b_at = order_of(tl.reshape(b_at, [BC * DEPTHS]))
             target = top_p * total * (1.0 + 1e-6)
-            bound = _boundary(b_at, tl.reshape(b_there, [BC * DEPTHS]), target)
+            bound = boundary(b_at, tl.reshape(b_there, [BC * DEPTHS]), target)
         lowest = top + (tl.log2(tl.maximum(min_p, 1e-30)) - 0.01) / factor
         if (min_p > 0) & (top_k >= vocab):
-            bound = tl.maximum(bound, _order_of(lowest))
+            bound = tl.maximum(bound, order_of(lowest))
         # The runs that reach it, in order.
         o_f = tl.arange(0, BC * RUNS)
         is_hot = (b_order >= bound) & (b_flat > float("-inf"))
@@ -389,7 +398,7 @@ def sampling_draw_kernel(
             b_l = tl.load(p_logits + o_v, mask=m_v, other=float("-inf"))
             b_l = tl.reshape(b_l, [MOST])
             b_id = tl.reshape(o_v, [MOST])
-            is_near = (b_l > float("-inf")) & (_order_of(b_l) >= bound)
+            is_near = (b_l > float("-inf")) & (order_of(b_l) >= bound)
             b_to = count + tl.cumsum(is_near.to(tl.int32), 0) - 1
             m_to = is_near & (b_to < MOST)
             tl.store(p_values + b_to, b_l, mask=m_to)
@@ -398,20 +407,26 @@ def sampling_draw_kernel(
             first += groups
         tl.debug_barrier()
         if count > MOST:
-            tl.store(p_tokens + i_n, tl.full([], -1, tl.int64))
+            # A bracket around the boundary of top-p: from the bound to just above all logits.
+            is_flat = is_cut_p & (top_k >= vocab) & (min_p <= 0) & (bound > 0)
+            if is_flat:
+                p_bracket += i_n * (2 * PASSES)
+                tl.store(p_bracket, value_of(bound))
+                tl.store(p_bracket + 1, top + tl.maximum(tl.abs(top) * 1e-6, 1e-6))
+            tl.store(p_tokens + i_n, tl.where(is_flat, NARROW, LONG).to(tl.int64))
         else:
             o_m = tl.arange(0, MOST)
             m_m = o_m < count
             b_l = tl.load(p_values + o_m, mask=m_m, other=float("-inf"))
             b_z = tl.div_rn(b_l - top, temperature)
             b_w = tl.where(m_m, tl.exp2((b_l - top) * factor), 0.0).to(tl.float64)
-            b_place = _order_of(b_z)  # ties are those of scaled values
+            b_place = order_of(b_z)  # ties are those of scaled values
             # Kept: what is above the edge, and the first `num_equal` at it.
             edge = tl.zeros([], tl.uint32)
             num_equal = count
             mass = total
             if is_cut_k:
-                edge = _boundary(b_place, m_m.to(tl.int32), top_k)
+                edge = boundary(b_place, m_m.to(tl.int32), top_k)
                 b_above = m_m & (b_place > edge)
                 num_equal = top_k - tl.sum(b_above.to(tl.int32), 0)
                 b_equal = m_m & (b_place == edge)
@@ -422,13 +437,13 @@ def sampling_draw_kernel(
                 b_rank = tl.cumsum(b_equal.to(tl.int32), 0)
                 is_left = m_m & ((b_place > edge) | (b_equal & (b_rank <= num_equal)))
                 wanted = top_p * mass
-                place = _boundary(b_place, tl.where(is_left, b_w, 0.0), wanted)
+                place = boundary(b_place, tl.where(is_left, b_w, 0.0), wanted)
                 if place > edge:
                     edge = place
                     num_equal = count
                 above = tl.sum(tl.where(m_m & (b_place > edge), b_w, 0.0), 0)
                 own = tl.max(tl.where(m_m & (b_place == edge), b_w, 0.0), 0)
-                num_equal = tl.minimum(num_equal, _num_needed(wanted - above, own, MOST))
+                num_equal = tl.minimum(num_equal, num_needed(wanted - above, own, MOST))
             b_equal = m_m & (b_place == edge)
             b_rank = tl.cumsum(b_equal.to(tl.int32), 0)
             num_above = tl.sum((m_m & (b_place > edge)).to(tl.int32), 0)
@@ -436,173 +451,9 @@ def sampling_draw_kernel(
             is_kept = (b_place > edge) | (b_equal & (b_rank <= num_equal))
             is_kept = m_m & is_kept & (b_w >= min_p.to(tl.float64))
             b_end_of = tl.cumsum(tl.where(is_kept, b_w, 0.0), 0)
-            point = _point(uniform, tl.max(b_end_of, 0))
+            point = point_of(uniform, tl.max(b_end_of, 0))
             at = tl.sum((b_end_of <= point).to(tl.int32), 0)
             at = tl.minimum(at, tl.max(tl.where(is_kept & (b_w > 0), o_m, 0), 0))
             b_id = tl.load(p_ids + o_m, mask=m_m, other=0)
             token = tl.sum(tl.where(o_m == at, b_id, 0), 0)
             tl.store(p_tokens + i_n, token.to(tl.int64))
-
-
-@triton.jit
-def _load_tile(p_logits, first, vocab, top, temperature, BV: tl.constexpr):
-    """(order of scaled logits [BV] int64, weights fp64) of tokens from `first` on; 0 beyond."""
-    o_v = first + tl.arange(0, BV)
-    b_l = tl.load(p_logits + o_v, mask=o_v < vocab, other=float("-inf"))
-    is_real = b_l > float("-inf")
-    b_z = tl.div_rn(tl.where(is_real, b_l, top) - top, temperature)
-    b_w = tl.where(is_real, tl.exp2(b_z * 1.4426950408889634), 0.0)
-    return tl.where(is_real, _order_of(b_z).to(tl.int64), 0), b_w.to(tl.float64)
-
-
-@triton.jit
-def _boundary_of_row(
-    p_logits, vocab, top, temperature, edge, at_edge, target,
-    IS_COUNT: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """`_boundary` of a whole row, three bits a pass; nothing counts below `edge`, and what lies at
-    it as the share `at_edge`."""
-    place = edge * 0
-    shift = 30
-    for _ in range(11):
-        b_zero = tl.zeros([BV], tl.float64)
-        sums = (b_zero, b_zero, b_zero, b_zero, b_zero, b_zero, b_zero)
-        one = (place * 0 + 1) << shift
-        for first in tl.range(0, vocab, BV, num_stages=4):
-            b_place, b_w = _load_tile(p_logits, first, vocab, top, temperature, BV)
-            if IS_COUNT:
-                b_w = tl.where(b_place > 0, 1.0, 0.0).to(tl.float64)
-            b_w = tl.where(b_place > edge, b_w, tl.where(b_place == edge, b_w * at_edge, 0.0))
-            b_up = b_place - place
-            sums = (
-                sums[0] + tl.where(b_up >= one, b_w, 0.0),
-                sums[1] + tl.where(b_up >= 2 * one, b_w, 0.0),
-                sums[2] + tl.where(b_up >= 3 * one, b_w, 0.0),
-                sums[3] + tl.where(b_up >= 4 * one, b_w, 0.0),
-                sums[4] + tl.where(b_up >= 5 * one, b_w, 0.0),
-                sums[5] + tl.where(b_up >= 6 * one, b_w, 0.0),
-                sums[6] + tl.where(b_up >= 7 * one, b_w, 0.0),
-            )
-        digit = place * 0
-        for j in tl.static_range(7):
-            digit += (tl.sum(sums[j], 0) >= target).to(tl.int64)
-        place += digit << shift
-        shift -= 3
-    return place
-
-
-@triton.jit
-def _measure_edge(p_logits, vocab, top, temperature, edge, BV: tl.constexpr):
-    """(tokens above the edge, their weights, tokens at it, the weight of one of these)."""
-    b_count = tl.zeros([BV], tl.int64)
-    b_mass = tl.zeros([BV], tl.float64)
-    b_equal = tl.zeros([BV], tl.int64)
-    b_own = tl.zeros([BV], tl.float64)
-    for first in tl.range(0, vocab, BV, num_stages=4):
-        b_place, b_w = _load_tile(p_logits, first, vocab, top, temperature, BV)
-        is_above = b_place > edge
-        is_equal = b_place == edge
-        b_count += is_above.to(tl.int64)
-        b_mass += tl.where(is_above, b_w, 0.0)
-        b_equal += is_equal.to(tl.int64)
-        b_own = tl.maximum(b_own, tl.where(is_equal, b_w, 0.0))
-    return tl.sum(b_count, 0), tl.sum(b_mass, 0), tl.sum(b_equal, 0), tl.max(b_own, 0)
-
-
-@triton.jit
-def _kept_weights(
-    p_logits, first, vocab, top, temperature, edge, num_equal, num_seen, min_p, BV: tl.constexpr
-):
-    """(weights of kept tokens [BV], how many tokens at the edge have been seen with this tile)."""
-    b_place, b_w = _load_tile(p_logits, first, vocab, top, temperature, BV)
-    is_equal = b_place == edge
-    b_rank = num_seen + tl.cumsum(is_equal.to(tl.int64), 0)
-    is_kept = (b_place > edge) | (is_equal & (b_rank <= num_equal))
-    is_kept = is_kept & (b_w >= min_p.to(tl.float64))
-    return tl.where(is_kept, b_w, 0.0), num_seen + tl.sum(is_equal.to(tl.int64), 0)
-
-
-@kernel
-def sampling_long_kernel(
-    p_logits,
-    p_rows,
-    p_temperature,
-    p_uniform,
-    p_top_k,
-    p_top_p,
-    p_min_p,
-    p_max,
-    p_sum,
-    p_tokens,
-    logit_row,
-    vocab,
-    NC: tl.constexpr,
-    RUNS: tl.constexpr,
-    BC: tl.constexpr,
-    BV: tl.constexpr,
-):
-    """A row that `sampling_draw_kernel` has left, searched in passes over the vocabulary."""
-    i_n = tl.program_id(0).to(tl.int64)
-    if tl.load(p_tokens + i_n) >= 0:
-        return
-    temperature = tl.load(p_temperature + i_n)
-    top_k = tl.load(p_top_k + i_n)
-    top_p = tl.load(p_top_p + i_n)
-    min_p = tl.load(p_min_p + i_n)
-    p_logits += tl.load(p_rows + i_n) * logit_row
-    _, top, b_sum = _load_stats(
-        p_max + i_n * (NC * RUNS), p_sum + i_n * NC, 1.4426950408889634 / temperature, NC, RUNS, BC
-    )
-    mass = tl.sum(b_sum, 0)
-    edge = tl.zeros([], tl.int64)
-    num_equal = tl.zeros([], tl.int64) + vocab
-    at_edge = tl.zeros([], tl.float64) + 1.0
-    if top_k < vocab:
-        edge = _boundary_of_row(
-            p_logits, vocab, top, temperature, edge, at_edge, top_k.to(tl.float64), True, BV
-        )
-        num_above, above, num_there, own = _measure_edge(
-            p_logits, vocab, top, temperature, edge, BV
-        )
-        num_equal = tl.maximum(top_k - num_above, 0)
-        at_edge = num_equal.to(tl.float64) / tl.maximum(num_there, 1).to(tl.float64)
-        mass = above + num_equal.to(tl.float64) * own
-    if top_p < 1.0:
-        wanted = top_p * mass
-        place = _boundary_of_row(
-            p_logits, vocab, top, temperature, edge, at_edge, wanted, False, BV
-        )
-        if place > edge:
-            edge = place
-            num_equal = tl.zeros([], tl.int64) + vocab
-        num_above, above, num_there, own = _measure_edge(
-            p_logits, vocab, top, temperature, edge, BV
-        )
-        num_equal = tl.minimum(num_equal, _num_needed(wanted - above, own, vocab).to(tl.int64))
-        if num_above == 0:
-            num_equal = tl.maximum(num_equal, 1)
-    total = tl.zeros([], tl.float64)
-    num_seen = tl.zeros([], tl.int64)
-    for first in tl.range(0, vocab, BV, num_stages=4):
-        b_w, num_seen = _kept_weights(
-            p_logits, first, vocab, top, temperature, edge, num_equal, num_seen, min_p, BV
-        )
-        total += tl.sum(b_w, 0)
-    point = _point(tl.load(p_uniform + i_n), total)
-    before = tl.zeros([], tl.float64)
-    num_seen = tl.zeros([], tl.int64)
-    token = tl.zeros([], tl.int64)
-    is_found = before > 0
-    for first in tl.range(0, vocab, BV, num_stages=4):
-        b_w, num_seen = _kept_weights(
-            p_logits, first, vocab, top, temperature, edge, num_equal, num_seen, min_p, BV
-        )
-        o_v = first + tl.arange(0, BV)
-        after = before + tl.sum(b_w, 0)
-        at = tl.sum((before + tl.cumsum(b_w, 0) <= point).to(tl.int32), 0)
-        at = tl.minimum(first + at, tl.max(tl.where(b_w > 0, o_v, 0), 0))
-        is_here = (after > point) & (is_found == 0)
-        token = tl.where(is_here, at.to(tl.int64), token)
-        is_found = is_found | is_here
-        before = after
-    tl.store(p_tokens + i_n, tl.minimum(token, vocab - 1))

@@ -106,10 +106,11 @@ def test_rotary(num_tokens, head_dim, rot_dim):
         (200, "m", False),
         (200, "kpm", True),
         (300, "pm", False),
+        (300, "p", False),
     ],
 )
 def test_draw(vocab, cuts, has_ties, monkeypatch):
-    # Small ones, so that both searches run: among 64 tokens and over the vocabulary.
+    # Small ones, so that every search runs: among 64 tokens, within a bracket, over all tokens.
     for name, value in (("_RUN", 16), ("_RUNS", 4), ("_MOST", 64), ("_TILE", 256), ("_DEPTHS", 4)):
         monkeypatch.setattr(sampling, name, value)
     cases.check_draw(sampling, "cpu", 3, vocab, cuts, has_ties=has_ties, sharpness=1.0)
