@@ -1,4 +1,4 @@
-"""One rank that runs plans by hand, with or without recorded decode steps, on CPU or GPU."""
+"""One rank that runs plans by hand, with or without recorded steps, on CPU or GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +13,7 @@ from tandem.runner.graphs import CudaRecorder, DecodeGraphs, run_again
 from tandem.runner.inputs import InputBuilder
 from tandem.runner.memory import Arena, build_arena
 from tandem.runner.model_runner import ModelRunner
+from tandem.runner.prefill_graphs import PrefillGraphs
 from tandem.runner.sampling_table import SamplingTable
 from tandem.runner.staging import Staging
 from tandem.scheduler.request import SamplingParams
@@ -53,7 +54,11 @@ class Rank:
 
     @torch.inference_mode()
     def __init__(
-        self, folder: Path, buckets: list[int] | None, device: torch.device | str = "cpu"
+        self,
+        folder: Path,
+        buckets: list[int] | None,
+        device: torch.device | str = "cpu",
+        prefill_buckets: list[int] | None = None,
     ) -> None:
         device = torch.device(device)
         config = load_model_config(folder)
@@ -65,7 +70,9 @@ class Rank:
             num_slabs=1,
         )
         geometry = replace(one, num_slabs=one.slabs_for(PAGES_EACH * MAX_ROWS, MAX_ROWS))
-        self.arena: Arena = build_arena(spec, geometry, device, has_padding=buckets is not None)
+        self.arena: Arena = build_arena(
+            spec, geometry, device, has_padding=bool(buckets or prefill_buckets)
+        )
         self.arena.buffer.fill_(0xFF)
         model = load_model(folder, config, SingleRank(), device, show_progress=False)
         staging = Staging(device)
@@ -86,9 +93,33 @@ class Rank:
                 record=self.recorder,
                 buckets=buckets,
             )
+        prefills = None
+        if prefill_buckets:
+            assert self.arena.padding is not None
+            prefills = PrefillGraphs(
+                model,
+                self.arena.views,
+                padding=self.arena.padding,
+                page_tokens=PAGE_TOKENS,
+                max_pages=PAGES_EACH,
+                vocab_size=config.vocab_size,
+                device=device,
+                staging=staging,
+                record=self.recorder,
+                buckets=prefill_buckets,
+            )
         sampling = SamplingTable(config.vocab_size, config.eos_token_ids, device)
         inputs = InputBuilder(PAGE_TOKENS, sampling)
-        self.runner = ModelRunner(model, self.arena, inputs, staging, sampling, sampled, graphs)
+        self.runner = ModelRunner(
+            model,
+            self.arena,
+            inputs,
+            staging,
+            sampling,
+            sampled,
+            graphs,
+            prefill_graphs=prefills,
+        )
         self._last_slot = geometry.num_slots - 1
 
     def slot(self, name: str) -> int:

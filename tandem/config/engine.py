@@ -93,19 +93,28 @@ class SchedulerOptions:
         "decode steps recorded as CUDA graphs: auto (on a GPU, for numbers of rows up to "
         "max_num_seqs), off, or the numbers of rows, as 1,8,64",
     )
+    prefill_graphs: str = setting(
+        "auto",
+        "short prefill steps recorded as CUDA graphs: auto (on a GPU, up to 2048 tokens), off, or "
+        "the numbers of tokens, as 256,1024",
+    )
 
     def __post_init__(self) -> None:
         _require(
             self.overlap in ("auto", "on", "off"),
             f"overlap={self.overlap!r}; expected auto, on or off",
         )
-        rows = self.decode_graphs.split(",")
-        _require(
-            self.decode_graphs in ("auto", "off")
-            or all(item.isascii() and item.isdigit() and int(item) > 0 for item in rows),
-            f"decode_graphs={self.decode_graphs!r}; expected auto, off or numbers of rows as "
-            "1,8,64",
-        )
+        for name, value, expected in (
+            ("decode_graphs", self.decode_graphs, "numbers of rows as 1,8,64"),
+            ("prefill_graphs", self.prefill_graphs, "numbers of tokens as 256,1024"),
+        ):
+            _require(
+                value in ("auto", "off")
+                or all(
+                    item.isascii() and item.isdigit() and int(item) > 0 for item in value.split(",")
+                ),
+                f"{name}={value!r}; expected auto, off or {expected}",
+            )
         _require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs}; expected at least 1")
         _require(
             0 <= self.drain_s <= MAX_LEASE_S,

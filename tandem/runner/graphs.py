@@ -26,7 +26,7 @@ log = get_logger(__name__)
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 # Beside rows and page table, one step may send parameters of sampling.
-_EXTRA_NBYTES = 1 << 20
+EXTRA_NBYTES = 1 << 20
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -121,7 +121,7 @@ class DecodeGraphs:
         self._has_state = torch.ones(rows, dtype=torch.bool, device=device)
         fields = self._fields(_padding_rows(rows, padding), rows)
         table = {"page_table": np.zeros((rows, max_pages), dtype=np.int32)}
-        self._capacity = place(fields | table)[1] + _EXTRA_NBYTES
+        self._capacity = place(fields | table)[1] + EXTRA_NBYTES
         self._staged = torch.zeros(self._capacity, dtype=torch.uint8, device=device)
         self._replays: dict[int, Callable[[], None]] = {}
         start = time.monotonic()

@@ -12,6 +12,7 @@ from tandem.models.loader import Model
 from tandem.runner.graphs import DecodeGraphs
 from tandem.runner.inputs import HostBatch, InputBuilder, forward_batch
 from tandem.runner.memory import Arena
+from tandem.runner.prefill_graphs import PrefillGraphs
 from tandem.runner.sampler import SampledTokens, sample
 from tandem.runner.sampling_table import SamplingPlan, SamplingTable
 from tandem.runner.staging import Mark, Staging
@@ -70,7 +71,7 @@ class ModelRunner:
         staging: how inputs get to the device.
         sampling: parameters of requests, on the rank that samples; others return empty results.
         sampled: int64 [most rows of a step], where tokens stay for the next step.
-        graphs: recorded decode steps; None runs every step launch by launch.
+        graphs, prefill_graphs: recorded steps; None runs every step launch by launch.
         parallel: the ranks, to which the one that samples tells pending tokens
             (scheduler.step.PENDING_TOKEN).
     """
@@ -85,6 +86,7 @@ class ModelRunner:
         sampled: torch.Tensor,
         graphs: DecodeGraphs | None = None,
         parallel: TensorParallel | None = None,
+        prefill_graphs: PrefillGraphs | None = None,
     ) -> None:
         self._model = model
         self._arena = arena
@@ -93,6 +95,7 @@ class ModelRunner:
         self._sampling = sampling
         self._sampled = sampled
         self._graphs = graphs
+        self._prefill_graphs = prefill_graphs
         self._parallel = parallel or SingleRank()
         self._routing: list[torch.Tensor] | None = None
         self.times = RunnerTimes()
@@ -124,6 +127,12 @@ class ModelRunner:
             logits, greedy, given = self._graphs.run(host, extra | places)
             if not is_whole:
                 logits, greedy = logits[given["sampled"]], greedy[given["sampled"]]
+        elif (
+            self._prefill_graphs is not None
+            and self._prefill_graphs.takes(host)
+            and self._routing is None
+        ):
+            logits, greedy, given = self._prefill_graphs.run(host, sampled, extra)
         else:
             logits, given = self._run_eager(host, extra, sampled)
         launched = time.perf_counter()

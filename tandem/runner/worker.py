@@ -19,6 +19,7 @@ from tandem.runner.graphs import CudaRecorder, DecodeGraphs, run_again
 from tandem.runner.inputs import InputBuilder
 from tandem.runner.memory import Arena, build_arena
 from tandem.runner.model_runner import ModelRunner, PendingStep
+from tandem.runner.prefill_graphs import PrefillGraphs, bucket_tokens
 from tandem.runner.sampling_table import SamplingTable
 from tandem.runner.staging import Staging
 from tandem.scheduler.scheduler import MAX_RUNNING_PLANS
@@ -68,6 +69,16 @@ def _graph_rows(config: EngineConfig, device: torch.device) -> list[int] | None:
     return [] if setting == "auto" else [int(rows) for rows in setting.split(",")]
 
 
+def _graph_tokens(config: EngineConfig, device: torch.device) -> list[int]:
+    """Numbers of tokens whose prefill steps are recorded."""
+    setting = config.scheduler.prefill_graphs
+    if setting == "off" or (setting == "auto" and device.type != "cuda"):
+        return []
+    if setting == "auto":
+        return bucket_tokens(config.scheduler.budget_tokens)
+    return sorted({int(tokens) for tokens in setting.split(",")})
+
+
 def plans_in_flight(config: EngineConfig) -> int:
     """How many plans may run at once: 2 where the host plans a step while the one before runs."""
     setting = config.scheduler.overlap
@@ -83,8 +94,9 @@ def _build_runner(
     arena: Arena,
     parallel: TensorParallel,
     buckets: list[int] | None,
+    prefill_buckets: list[int],
 ) -> ModelRunner:
-    """The runner of one rank. Recording decode steps takes seconds."""
+    """The runner of one rank. Recording steps takes seconds."""
     device, geometry = arena.buffer.device, arena.geometry
     # As in the engine's sizing: no more rows than slots, no sequence longer than all pages.
     max_rows = config.scheduler.max_num_seqs
@@ -94,7 +106,8 @@ def _build_runner(
     max_pages = max(1, min(ceil_div(length, geometry.page_tokens), geometry.num_pages))
     staging = Staging(device)
     sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
-    graphs = None
+    record = CudaRecorder(device) if device.type == "cuda" else run_again
+    graphs = prefills = None
     if buckets is not None:
         assert arena.padding is not None
         graphs = DecodeGraphs(
@@ -106,14 +119,30 @@ def _build_runner(
             vocab_size=model.vocab_size,
             sampled=sampled,
             staging=staging,
-            record=CudaRecorder(device) if device.type == "cuda" else run_again,
+            record=record,
             buckets=sorted({min(rows, max_rows) for rows in buckets}),
+        )
+    if prefill_buckets:
+        assert arena.padding is not None
+        prefills = PrefillGraphs(
+            loaded,
+            arena.views,
+            padding=arena.padding,
+            page_tokens=geometry.page_tokens,
+            max_pages=max_pages,
+            vocab_size=model.vocab_size,
+            device=device,
+            staging=staging,
+            record=record,
+            buckets=prefill_buckets,
         )
     sampling = None
     if parallel.rank == 0:
         sampling = SamplingTable(model.vocab_size, model.eos_token_ids, device)
     inputs = InputBuilder(geometry.page_tokens, sampling)
-    return ModelRunner(loaded, arena, inputs, staging, sampling, sampled, graphs, parallel)
+    return ModelRunner(
+        loaded, arena, inputs, staging, sampling, sampled, graphs, parallel, prefills
+    )
 
 
 class Worker:
@@ -167,8 +196,12 @@ class Worker:
         model = replace(model, max_position=longest_position(config, model, geometry))
         loaded = load_model(config.model, model, parallel, self._device, is_random=is_random)
         buckets = _graph_rows(config, self._device)
+        prefill_buckets = _graph_tokens(config, self._device)
         self._arena: Arena = build_arena(
-            spec, geometry, self._device, has_padding=buckets is not None
+            spec,
+            geometry,
+            self._device,
+            has_padding=buckets is not None or bool(prefill_buckets),
         )
         log.info(
             "arena of %s: %d slabs, %d pages or %d slots",
@@ -177,7 +210,9 @@ class Worker:
             geometry.num_pages,
             geometry.num_slots,
         )
-        self.runner = _build_runner(config, model, loaded, self._arena, parallel, buckets)
+        self.runner = _build_runner(
+            config, model, loaded, self._arena, parallel, buckets, prefill_buckets
+        )
         self._passive: PassiveRank | None = None
         self._mover: RankMover | None = None
         if config.transfer.role != "colocated":

@@ -12,6 +12,7 @@ from tandem.scheduler.request import SamplingParams
 from tandem.scheduler.step import PENDING_TOKEN
 from tests.decode_rank import LENGTHS, Rank, run
 from tests.tiny_models import TINY, save_tiny
+from tests.unit.runner import test_prefill_graphs as prefills
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +40,22 @@ def test_recorded_steps_sample_what_plain_ones_do(folder, params):
         for (_, _, ours), (_, _, theirs) in zip(found, expected, strict=True):
             if params.logprobs:
                 assert ours.logprob == pytest.approx(theirs.logprob, abs=5e-3)
+
+
+def test_recorded_prefill_steps_sample_what_plain_ones_do(folder):
+    plain = Rank(folder, None, "cuda")
+    rank = Rank(folder, None, "cuda", prefill_buckets=[16, 25, 40])
+    for cuts, sampled in prefills.STEPS:
+        expected, found = (
+            one.runner.execute(prefills.chunks_of(one, cuts, sampled)).samples
+            for one in (plain, rank)
+        )
+        assert [(s.request_id, s.token_id) for s in found] == [
+            (s.request_id, s.token_id) for s in expected
+        ]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=5e-3)
+    assert rank.recorder.num_replayed == len(prefills.STEPS)
 
 
 def test_pending_tokens_need_not_come_to_the_host(folder):

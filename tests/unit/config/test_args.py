@@ -36,6 +36,7 @@ VALUES: dict[str, list[Any]] = {
     "budget_tokens": [2048, 1],
     "overlap": ["auto", "on", "off"],
     "decode_graphs": ["auto", "off", "1,8,64"],
+    "prefill_graphs": ["auto", "off", "256,1024"],
     "tp": [1, 8],
     "threads": [0, 3],
     "role": ["colocated", "prefill", "decode"],
