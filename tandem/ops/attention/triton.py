@@ -413,6 +413,8 @@ def attention_decode_kernel(
     stop = tl.minimum(first + length, context)
     o_r = tl.arange(0, BR)
     o_d = tl.arange(0, BD)
+    # Also for those who only write: a kernel in front may still read what was here before.
+    wait_for_inputs(IS_DEPENDENT)
     if IS_SPLIT:
         p_log_sum += (i_row * H + i_kv * R + o_r) * num_splits + i_split
         if first >= stop:  # a piece beyond the context: nobody reads what it would leave
@@ -423,7 +425,6 @@ def attention_decode_kernel(
     p_q += i_row * q_row + b_head[:, None] * q_head + o_d[None, :]
     p_kv += i_kv * (2 * PAGE_TOKENS * D)
     p_row = p_table + i_row * table_row
-    wait_for_inputs(IS_DEPENDENT)
     b_q = tl.load(p_q, mask=m_q, other=0.0)
     b_seen = tl.zeros([BR], tl.int32) + context
     b_acc = tl.zeros([BR, BD], tl.float32)
