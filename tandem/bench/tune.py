@@ -63,10 +63,9 @@ def searches() -> Iterator[Search]:
     """What is tuned. Sizes: pairs of an expert, channels of a head, rows."""
     few = grid(BM=(16,), BN=(32, 64, 128), BK=(64, 128, 256), num_warps=(4,), num_stages=(3, 4, 5))
     some = grid(BM=(16, 32, 64), BN=(64, 128), BK=(64, 128), num_warps=(4, 8), num_stages=(3, 4))
-    many = grid(BM=(64, 128), BN=(128, 256), BK=(64,), num_warps=(4, 8), num_stages=(3, 4))
     assert NANO.experts is not None
     num_experts, _, top_k = NANO.experts
-    for num_tokens, candidates in ((8, few), (64, few), (256, some), (1024, some), (2048, many)):
+    for num_tokens, candidates in ((8, few), (64, few), (256, some), (1024, some)):
         upto = -(-num_tokens * top_k // num_experts)
         yield Search("experts_product", upto, experts_case(NANO, num_tokens), candidates)
     # A row of BK values of 16 bits, 16 bytes of them to each thread.
@@ -78,10 +77,10 @@ def searches() -> Iterator[Search]:
     for op in ("experts_few_up", "experts_few_down"):
         for num_tokens in (1, 2, 4):
             yield Search(op, num_tokens, experts_case(NANO, num_tokens), runs)
-    tiles = grid(BN=(128, 256), BK=(64,), GROUP=(2, 4, 8, 16), num_warps=(8,), num_stages=(3, 4))
+    tiles = grid(BK=(64,), GROUP=(2, 4, 8), STAGES=(3, 4))
     for num_tokens in (4096, 8192, 16384):
-        upto = num_tokens * top_k // num_experts + 64
-        yield Search("experts_tile_product", upto, experts_case(NANO, num_tokens), tiles)
+        upto = num_tokens * top_k // num_experts + 64  # rows, with those between experts
+        yield Search("experts_hopper_product", upto, experts_case(NANO, num_tokens), tiles)
     tiles = grid(BT=(64, 128), BC=(64,), num_warps=(4, 8), num_stages=(3, 4))
     for num_tokens in (4096, 8192, 16384):
         yield Search("experts_router_many", num_tokens, router_case(NANO, num_tokens), tiles)

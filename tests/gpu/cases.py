@@ -784,12 +784,17 @@ def check_penalties(module: ModuleType, device: str, num_rows: int, vocab: int) 
 
 def check_places(device: str, num_tokens: int, num_experts: int, top_k: int = 3) -> None:
     """Rows of pairs in order within their expert, and tiles of 128 or 64 rows that cover them."""
-    from tandem.ops.experts.prefill_triton import place_by_expert
+    from tandem.ops.experts.prefill_triton import order_rows
 
     scores = Random(device).normal(num_tokens, num_experts).square()
     ids = (scores * torch.arange(num_experts, device=device)).topk(top_k).indices
     poison(num_tokens * top_k, device)
-    places, tiles = (found.tolist() for found in place_by_expert(ids, num_experts))
+    order = order_rows(ids, num_experts)
+    places, tiles = order.places.tolist(), order.tiles.tolist()
+    assert order.tokens[order.places.long()].tolist() == [
+        token for token in range(num_tokens) for _ in range(top_k)
+    ]
+    assert order.turns.tolist() == [0, 0]
     chosen, start, expected = ids.flatten().tolist(), 0, []
     for expert in range(num_experts):
         own = [pair for pair, choice in enumerate(chosen) if choice == expert]

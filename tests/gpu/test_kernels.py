@@ -338,6 +338,13 @@ def test_experts_of_many_tokens(
     )
 
 
+@pytest.mark.parametrize("activation", ["relu2", "silu_gated"])
+def test_experts_of_many_tokens_without_hopper(ops, activation, monkeypatch):
+    monkeypatch.setattr(ops.experts.prefill_triton, "_is_hopper", lambda device: False)
+    shape = {"num_experts": 9, "top_k": 2, "hidden": 328, "inner": 136}
+    cases.check_experts(ops.experts, CUDA, 4097, activation, **shape)
+
+
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (700, 128), (3000, 300)])
 def test_places_of_pairs_and_their_tiles(num_tokens, num_experts):
     cases.check_places(CUDA, num_tokens, num_experts)

@@ -1,10 +1,14 @@
-"""The experts' MLPs of many tokens as Triton kernels for Hopper's tensor descriptors.
+"""The experts' MLPs of many tokens as Triton kernels for GPUs with tensor descriptors.
 
-Rows are copied into the order of their experts first: each expert's rows begin at a multiple of
-half a tile, so that a tile of rows and one of weights are each one rectangle, which the copy engine
-brings in. What lies between the experts is never written and never read by the sum. The host does
-not learn how many tokens an expert got: the table of tiles is made on the device.
+Rows lie in the order of their experts: each expert's rows begin at a multiple of half a tile, so
+that a tile of rows and one of weights are each one rectangle, which the copy engine brings in. What
+lies between the experts is never written and never read by the sum. The host does not learn how
+many tokens an expert got: the table of tiles is made on the device. On Hopper, the products are
+those of `hopper.py`, the first of which takes its rows from the tokens; elsewhere they are copied.
 """
+
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -12,11 +16,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem.ops.tiles import kernel, num_tiles
-from tandem.ops.tuning import Tiles, tuned
+from tandem.ops.tuning import tuned
 
 # Rows of a tile; the last one of an expert may be half as tall.
 _BM = 128
 _ALIGNMENT = _BM // 2
+# Inputs of a step of a product.
+_DEPTH = 64
 
 
 def takes(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> bool:
@@ -41,21 +47,24 @@ def experts_mlp(
 ) -> torch.Tensor:
     """See `reference.experts_mlp`; x has a row or more, all but x are contiguous."""
     (num_tokens, hidden), (num_experts, _, inner), top_k = x.shape, down.shape, ids.shape[1]
-    places, tiles = place_by_expert(ids, num_experts)
-    num_rows = num_tiles(ids.numel(), num_experts, _ALIGNMENT) * _ALIGNMENT
-    rows = torch.empty((num_rows, hidden), dtype=x.dtype, device=x.device)
+    order = order_rows(ids, num_experts)
+    num_rows = len(order.tokens)
     tile = min(1024, triton.next_power_of_2(hidden))
     per_token = {"TOP_K": top_k, "BC": tile, "num_warps": 4 if tile >= 512 else 1}
     grid = (num_tokens, triton.cdiv(hidden, tile))
-    experts_spread_kernel[grid](x, places, rows, hidden, x.stride(0), **per_token)
     between = torch.empty((num_rows, inner), dtype=x.dtype, device=x.device)
-    tile_product(rows, up, between, tiles, activation)
-    parts = rows  # have the same shape, and are not needed any more
-    tile_product(between, down, parts, tiles, None)
+    parts = torch.empty((num_rows, hidden), dtype=x.dtype, device=x.device)
+    if _is_hopper(x.device) and x.is_contiguous() and hidden % _DEPTH == 0:
+        tile_product(x, up, between, order, activation, is_in_order=False)
+    else:
+        rows = parts  # have the same shape, and are needed later
+        experts_spread_kernel[grid](x, order.places, rows, hidden, x.stride(0), **per_token)
+        tile_product(rows, up, between, order, activation)
+    tile_product(between, down, parts, order, None)
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     experts_gather_kernel[grid](
         parts,
-        places,
+        order.places,
         weights,
         out if base is None else base,
         out,
@@ -66,17 +75,30 @@ def experts_mlp(
     return out
 
 
-def place_by_expert(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int32 [T * k] the row of each pair, int32 table of tiles).
+@dataclass(frozen=True)
+class Order:
+    """Where the rows of a step lie.
 
-    Pairs of one expert keep their order; each expert begins at a multiple of _ALIGNMENT. The table
-    holds the number of tiles, then two entries of each: four times its expert, plus how many runs
-    of _ALIGNMENT rows it has, and its first row.
+    Pairs of one expert keep their order; each expert begins at a multiple of _ALIGNMENT.
     """
+
+    places: torch.Tensor  # int32 [T * k], the row of each pair
+    tokens: torch.Tensor  # int32 [rows], the token of each row; anything where there is none
+    # int32: the number of tiles, then two entries of each: four times its expert, plus how many
+    # runs of _ALIGNMENT rows it has, and its first row.
+    tiles: torch.Tensor
+    # int32 [2], zero: of which tile is next, for two products.
+    turns: torch.Tensor
+
+
+def order_rows(ids: torch.Tensor, num_experts: int) -> Order:
+    """Places for the pairs of a step, made on the device."""
     pairs, device = ids.numel(), ids.device
     places = torch.empty(pairs, dtype=torch.int32, device=device)
-    most = num_tiles(pairs, num_experts, _BM)
+    most, num_rows = num_tiles(pairs, num_experts, _BM), num_tiles(pairs, num_experts, _ALIGNMENT)
+    tokens = torch.empty(num_rows * _ALIGNMENT, dtype=torch.int32, device=device)
     tiles = torch.empty(1 + 2 * most, dtype=torch.int32, device=device)
+    turns = torch.empty(2, dtype=torch.int32, device=device)
     run, tile, parts = 256, 32, 16
     runs = triton.cdiv(pairs, run)
     columns = triton.next_power_of_2(num_experts)
@@ -87,6 +109,7 @@ def place_by_expert(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, 
         counts,
         starts,
         tiles,
+        turns,
         runs,
         PARTS=parts,
         BR=max(1, min(64, 8192 // columns)),
@@ -97,49 +120,73 @@ def place_by_expert(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, 
         num_warps=4,
     )
     experts_place_kernel[(runs,)](
-        ids, starts, places, pairs, BP=run, BL=32, BE=columns, num_warps=4
+        ids,
+        starts,
+        places,
+        tokens,
+        pairs,
+        TOP_K=ids.shape[1],
+        BP=run,
+        BL=32,
+        BE=columns,
+        num_warps=4,
     )
-    return places, tiles
-
-
-def product_tiles(is_gated: bool) -> Tiles:
-    """Tile sizes where nothing was measured. A gated product holds two tiles of weights."""
-    return {"BN": 128 if is_gated else 256, "BK": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
+    return Order(places, tokens, tiles, turns)
 
 
 def tile_product(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    tiles: torch.Tensor,
+    order: Order,
     activation: str | None,
+    *,
+    is_in_order: bool = True,
 ) -> None:
-    """out rows of each tile = activation(a rows @ b[expert of the tile]^T)."""
-    num_outputs, num_inputs, num_experts = out.shape[1], a.shape[1], len(b)
+    """out rows of each tile = activation(a rows @ b[expert of the tile]^T).
+
+    is_in_order: rows of `a` are those of `out`; otherwise they are tokens (on Hopper alone).
+    """
+    num_rows, num_outputs = out.shape
+    num_inputs, num_experts = a.shape[1], len(b)
     is_gated = activation == "silu_gated"
-    sizes = product_tiles(is_gated)
-    if not is_gated:
-        sizes = tuned("experts_tile_product", len(a) // num_experts, a.device, sizes)
+    if _is_hopper(a.device):
+        from tandem.ops.experts import hopper  # Gluon is not there with every Triton
+
+        sizes = {"BK": _DEPTH, "GROUP": 4, "STAGES": 4}
+        sizes = tuned("experts_hopper_product", num_rows // num_experts, a.device, sizes)
+        turn = order.turns[:1] if activation is None else order.turns[1:]
+        tokens = None if is_in_order else order.tokens
+        hopper.tile_product(a, b, out, order.tiles, turn, activation, sizes, tokens)
+        return
+    # A gated product holds two tiles of weights.
+    sizes = {"BN": 128 if is_gated else 256, "BK": _DEPTH, "num_warps": 8, "num_stages": 4}
     block, depth = sizes["BN"], sizes["BK"]
     narrow = num_outputs % block
     narrow = max(16, triton.next_power_of_2(narrow)) if narrow else block
     flat = b.view(-1, num_inputs)
-    grid = (num_tiles(len(a), num_experts, _BM) * triton.cdiv(num_outputs, block),)
+    grid = (num_tiles(num_rows, num_experts, _BM) * triton.cdiv(num_outputs, block),)
     experts_tile_product_kernel[grid](
         TensorDescriptor.from_tensor(a, [_BM, depth]),
         TensorDescriptor.from_tensor(a, [_BM // 2, depth]),
         TensorDescriptor.from_tensor(flat, [block, depth]),
         TensorDescriptor.from_tensor(flat, [narrow, depth]),
         out,
-        tiles,
+        order.tiles,
         N=num_outputs,
         K=num_inputs,
         IS_RELU2=activation == "relu2",
         IS_GATED=is_gated,
+        GROUP=8,
         BM=_BM,
         BH=narrow,
         **sizes,
     )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @kernel
@@ -156,6 +203,7 @@ def experts_start_kernel(
     p_counts,
     p_starts,
     p_tiles,
+    p_turns,
     num_runs,
     PARTS: tl.constexpr,
     BR: tl.constexpr,
@@ -207,11 +255,20 @@ def experts_start_kernel(
         tl.store(p_tiles + 2 + 2 * o_t, b_row, mask=o_t < num_seen)
         if i_part == PARTS:
             tl.store(p_tiles, num_seen)
+            tl.store(p_turns + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @kernel
 def experts_place_kernel(
-    p_ids, p_starts, p_places, num_pairs, BP: tl.constexpr, BL: tl.constexpr, BE: tl.constexpr
+    p_ids,
+    p_starts,
+    p_places,
+    p_tokens,
+    num_pairs,
+    TOP_K: tl.constexpr,
+    BP: tl.constexpr,
+    BL: tl.constexpr,
+    BE: tl.constexpr,
 ):
     """Rows of one run of BP pairs: where their expert begins, and those of the run before them."""
     i_run = tl.program_id(0)
@@ -225,6 +282,7 @@ def experts_place_kernel(
         is_before = (b_other[None, :] == b_id[:, None]) & (o_l[None, :] < o_p[:, None])
         b_place += tl.sum(is_before.to(tl.int32), 1)
     tl.store(p_places + o_p, b_place, mask=m_p)
+    tl.store(p_tokens + b_place, o_p // TOP_K, mask=m_p)
 
 
 @kernel

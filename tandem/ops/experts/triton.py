@@ -20,7 +20,7 @@ __all__ = ["experts_mlp", "order_by_expert", "product_tiles", "route", "supports
 
 # From this many pairs of an expert on, copying rows costs less than products of tiles cut by
 # pointers lose.
-_MIN_ROWS = 96
+_MIN_ROWS = 64
 # Up to this many pairs, comparing each with all is faster than a sort of several launches.
 _MAX_COMPARED = 4096
 

@@ -8,7 +8,7 @@ import torch
 
 from tandem.bench import tune
 from tandem.bench.tune import Search, grid, run_tune, searches
-from tandem.ops.tuning import load
+from tandem.ops.tuning import FOLDER, load
 
 
 def test_every_combination_is_a_candidate() -> None:
@@ -26,7 +26,7 @@ def test_searches_of_an_op_ascend() -> None:
         "experts_product",
         "experts_few_up",
         "experts_few_down",
-        "experts_tile_product",
+        "experts_hopper_product",
         "experts_router",
         "experts_router_many",
         "attention_decode",
@@ -34,6 +34,16 @@ def test_searches_of_an_op_ascend() -> None:
         "ssd_update",
     }
     assert all(sizes == sorted(set(sizes)) for sizes in found.values())
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")) or [None])
+def test_shipped_tiles_are_candidates_of_their_search(path: Path | None) -> None:
+    if path is None:
+        pytest.skip("no GPU has been tuned yet")
+    known = {(search.op, search.upto): search.candidates for search in searches()}
+    for op, entries in load(path).items():
+        for upto, tiles in entries:
+            assert tiles is None or tiles in known[op, upto]
 
 
 def test_each_entry_is_in_the_file_before_the_next_is_measured(
