@@ -15,7 +15,6 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.equivalence.families.plamo2_loop import Plamo2
@@ -87,6 +86,8 @@ class Case:
         arguments = {**self.arguments, **overrides}
         if self.make is not None:
             return self.make(arguments)
+        import transformers  # tests on a GPU read arguments alone, where it need not be
+
         config = getattr(transformers, self.config)(**arguments)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -251,6 +252,8 @@ def _prepare_recurrent_gemma(model: Any) -> None:
 
 def _recurrent_gemma_cache(model: Any) -> Any:
     """Its state lies in the modules, where that of the sequence before may be left."""
+    import transformers
+
     for module in model.modules():
         if hasattr(module, "conv1d_state"):
             module.conv1d_state = None
@@ -465,6 +468,7 @@ CASES: dict[str, Case] = {
             "intermediate_size": 128,
             "num_hidden_layers": 4,
             "attention_window_size": 16,
+            "block_types": ["recurrent", "recurrent", "attention"],
         },
         prepare=_prepare_recurrent_gemma,
         new_cache=_recurrent_gemma_cache,
