@@ -82,9 +82,16 @@ def test_selective_scan_of_any_shape_and_dtype(
     ids=lambda value: str(value)[:40],
 )
 @pytest.mark.parametrize(
-    "size", [(4, 2, 64, 128), (6, 1, 128, 64), (8, 8, 64, 16), (2, 1, 64, 256)]
+    ("size", "dtype"),
+    [
+        ((4, 2, 64, 128), BF16),
+        ((4, 2, 64, 128), FP16),
+        ((6, 1, 128, 64), BF16),
+        ((8, 8, 64, 16), FP32),
+        ((2, 1, 64, 256), BF16),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_ssd_prefill_in_boxes(lengths, has_state, size, dtype):
     """Rows that keep 16 bytes, and tiles without a rest: whole chunks are read in boxes."""
     from tandem.ops.ssd import triton as ssd
