@@ -65,3 +65,30 @@ def load_stats(
 def depth_of(j):
     """0.75, 1.9, 3.4, 5.3, 7.5, 10.1, 13.1, 16.5: fine where the weight is."""
     return 0.75 * (j + 1) * (1.0 + 0.25 * j)
+
+
+@triton.jit
+def load_depths(
+    p_depth, b_run, top, temperature, NC: tl.constexpr, DEPTHS: tl.constexpr, BC: tl.constexpr
+):
+    """Of the weights between each depth of a chunk and the one above, [BC * DEPTHS] each: (place in
+    the order of the lower end, that of the upper end, weights fp64 relative to `top`).
+
+    b_run: largest logits [BC, RUNS]. The ends lie a little further apart than the depths: the
+    weights were sorted by rounded differences.
+    """
+    o_c = tl.arange(0, BC)[:, None]
+    o_d = tl.arange(0, DEPTHS)[None, :]
+    b_there = tl.load(p_depth + o_c * DEPTHS + o_d, mask=(o_c < NC) & (o_d < DEPTHS), other=0.0)
+    b_top = tl.max(b_run, 1)[:, None]
+    factor = 1.4426950408889634 / temperature
+    b_there *= tl.where(b_there > 0, tl.exp2((b_top - top) * factor), 0.0).to(tl.float64)
+    b_top = tl.where(b_top > float("-inf"), b_top, 0.0)  # without weight: anywhere
+    slack = 0.001 * temperature + 1e-6 * tl.abs(b_top)
+    b_low = b_top - depth_of(o_d) * temperature - slack
+    b_high = b_top - tl.where(o_d > 0, depth_of(o_d - 1), 0.0) * temperature + slack
+    return (
+        order_of(tl.reshape(b_low, [BC * DEPTHS])),
+        order_of(tl.reshape(b_high, [BC * DEPTHS])),
+        tl.reshape(b_there, [BC * DEPTHS]),
+    )

@@ -1,7 +1,7 @@
 """Choosing of tokens as Triton kernels; same functions as `reference`, in which shapes are stated.
 
 The vocabulary is read once, by `sampling_stats_kernel`: of each run of 64 tokens the largest logit,
-of each chunk of 128 runs the sum of weights, and with top-p how it lies below the chunk's largest.
+of each chunk of 64 runs the sum of weights, and with top-p how it lies below the chunk's largest.
 A row without a cut then reads the one chunk its draw falls into. A row with a cut needs what is
 kept alone, and the stats say where to look: the k-th largest of the runs' largest logits is no
 larger than the k-th largest logit, and the sums say down to where there is enough weight. What lies
@@ -28,6 +28,7 @@ from tandem.ops.sampling.long import sampling_long_kernel
 from tandem.ops.sampling.search import (
     boundary,
     depth_of,
+    load_depths,
     load_stats,
     num_needed,
     order_of,
@@ -37,14 +38,16 @@ from tandem.ops.sampling.search import (
 from tandem.ops.tiles import is_plain, kernel
 
 _RUN = 64
-_RUNS = 128
+_RUNS = 64
 # Passes that narrow the bracket of a flat row, and pivots of each.
-_PASSES = 3
+_PASSES = 2
 _PIVOTS = 16
 # Depths below the largest logit of a chunk, in scaled logits: see `depth_of`.
 _DEPTHS = 8
-# Tokens that a program searches in registers, and how many it reads at once if that is too few.
+# Tokens that a program searches in registers, without and with a bracket around what is wanted;
+# how many it reads at once if that is too few.
 _MOST = 4096
+_FLAT = 2048
 _TILE = 2048
 
 
@@ -126,7 +129,7 @@ def draw(
         logits.stride(0),
         vocab,
         **shape,
-        num_warps=8,
+        num_warps=4,
     )
     values = torch.empty((num_rows, _MOST), dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, _MOST), dtype=torch.int32, device=device)
@@ -210,19 +213,19 @@ def _draw_flat(
         "RUNS": _RUNS,
         "BC": triton.next_power_of_2(num_chunks),
         "PIVOTS": _PIVOTS,
-        "num_warps": 8,
     }
     ends = (tokens, logits.stride(0), vocab)
     for number in range(_PASSES):
         sampling_narrow_kernel[(num_chunks, num_rows)](
-            logits, rows, temperature, *stats, *ends, PASS=number, **shape
+            logits, rows, temperature, *stats, *ends, PASS=number, **shape, num_warps=4
         )
     sampling_gather_kernel[(num_chunks, num_rows)](
-        logits, rows, temperature, *stats, values, counts, *ends, MOST=_MOST, **shape
+        logits, rows, temperature, *stats, values, counts, *ends, MOST=_FLAT, **shape, num_warps=4
     )
     sampling_flat_kernel[(num_rows,)](
-        logits, rows, temperature, uniform, *stats, values, counts, *ends, MOST=_MOST, **shape
-    )
+        logits, rows, temperature, uniform, *stats, values, counts, *ends, MOST=_FLAT, **shape,
+        num_warps=8,
+    )  # fmt: skip
 
 
 @kernel
@@ -363,17 +366,11 @@ def sampling_draw_kernel(
         if is_cut_k:
             bound = boundary(b_order, tl.full([BC * RUNS], 1, tl.int32), top_k)
         elif is_cut_p:
-            # As if all weight between two depths lay at the lower one, and that a little lower.
-            o_c = tl.arange(0, BC)[:, None]
-            o_d = tl.arange(0, DEPTHS)[None, :]
-            m_d = (o_c < NC) & (o_d < DEPTHS)
-            b_there = tl.load(p_depth + (i_n * NC + o_c) * DEPTHS + o_d, mask=m_d, other=0.0)
-            b_top = tl.max(b_run, 1)[:, None]
-            b_there *= tl.where(b_there > 0, tl.exp2((b_top - top) * factor), 0.0).to(tl.float64)
-            b_at = b_top - (depth_of(o_d) + 0.001) * temperature - 1e-6 * tl.abs(b_top)
-            b_at = order_of(tl.reshape(b_at, [BC * DEPTHS]))
-            target = top_p * total * (1.0 + 1e-6)
-            bound = boundary(b_at, tl.reshape(b_there, [BC * DEPTHS]), target)
+            # As if all weight between two depths lay at the lower one.
+            b_low, _, b_there = load_depths(
+                p_depth + i_n * (NC * DEPTHS), b_run, top, temperature, NC, DEPTHS, BC
+            )
+            bound = boundary(b_low, b_there, top_p * total * (1.0 + 1e-6))
         lowest = top + (tl.log2(tl.maximum(min_p, 1e-30)) - 0.01) / factor
         if (min_p > 0) & (top_k >= vocab):
             bound = tl.maximum(bound, order_of(lowest))
@@ -407,12 +404,18 @@ def sampling_draw_kernel(
             first += groups
         tl.debug_barrier()
         if count > MOST:
-            # A bracket around the boundary of top-p: from the bound to just above all logits.
             is_flat = is_cut_p & (top_k >= vocab) & (min_p <= 0) & (bound > 0)
             if is_flat:
+                # A bracket around the boundary of top-p: from the bound to where there is too
+                # little as if all weight between two depths lay at the upper one.
+                _, b_high, b_there = load_depths(
+                    p_depth + i_n * (NC * DEPTHS), b_run, top, temperature, NC, DEPTHS, BC
+                )
+                high = boundary(b_high, b_there, top_p * total * (1.0 - 1e-6))
+                high = tl.where(high > 0, value_of(high), top)
                 p_bracket += i_n * (2 * PASSES)
                 tl.store(p_bracket, value_of(bound))
-                tl.store(p_bracket + 1, top + tl.maximum(tl.abs(top) * 1e-6, 1e-6))
+                tl.store(p_bracket + 1, high + tl.maximum(tl.abs(high) * 1e-6, 1e-6))
             tl.store(p_tokens + i_n, tl.where(is_flat, NARROW, LONG).to(tl.int64))
         else:
             o_m = tl.arange(0, MOST)

@@ -111,7 +111,14 @@ def test_rotary(num_tokens, head_dim, rot_dim):
 )
 def test_draw(vocab, cuts, has_ties, monkeypatch):
     # Small ones, so that every search runs: among 64 tokens, within a bracket, over all tokens.
-    for name, value in (("_RUN", 16), ("_RUNS", 4), ("_MOST", 64), ("_TILE", 256), ("_DEPTHS", 4)):
+    for name, value in (
+        ("_RUN", 16),
+        ("_RUNS", 4),
+        ("_MOST", 64),
+        ("_FLAT", 64),
+        ("_TILE", 256),
+        ("_DEPTHS", 4),
+    ):
         monkeypatch.setattr(sampling, name, value)
     cases.check_draw(sampling, "cpu", 3, vocab, cuts, has_ties=has_ties, sharpness=1.0)
 
