@@ -21,6 +21,11 @@ class RowLinear:
         self._linear = PackedLinear(tensors[f"{name}.weight"], bias)
         self._tp = tp
 
+    @property
+    def matrix(self) -> torch.Tensor | None:
+        """See `PackedLinear.matrix`."""
+        return self._linear.matrix
+
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum, for a caller that adds more before it sums over ranks."""
         return self._linear(x)

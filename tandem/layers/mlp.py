@@ -37,6 +37,13 @@ class Mlp:
         self._up = build_linear(tensors, f"{prefix}up")
         self._down = RowLinear(tensors, f"{prefix}down_proj", context.tp)
 
+    @property
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(up [I, h], down [h, I]) for a caller that multiplies itself; None where they are more
+        than two plain matrices."""
+        up, down = self._up.matrix, self._down.matrix
+        return None if up is None or down is None else (up, down)
+
     def partial(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over ranks."""
         return self._down.partial(self._inner(hidden))

@@ -14,7 +14,7 @@ from tandem.layers.linear import RowLinear, build_linear
 from tandem.layers.mlp import Mlp
 from tandem.layers.weight import Piece, Tensors, Weight, linear, whole
 from tandem.ops.activation import is_gated
-from tandem.ops.experts import Router, experts_mlp
+from tandem.ops.experts import Router, experts_and_shared, experts_mlp
 
 _SHARED = "shared_experts."
 
@@ -80,18 +80,27 @@ class Moe:
         shared = _shared_config(config)
         self._shared = None if shared is None else Mlp(shared, context, tensors, _SHARED)
         self._shared_gate = tensors.get("shared_gate.weight")  # [1, hidden]
+        # Of a shared expert that is just one more expert.
+        self._shared_matrices: tuple[torch.Tensor, torch.Tensor] | None = None
+        if self._shared is not None and self._shared_gate is None and not has_latent:
+            self._shared_matrices = self._shared.matrices
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         config = self._config
         weights, ids = self._router(hidden)
         if batch.routing is not None:
             batch.routing.append(ids)
+        experts = (self._up, self._down, weights, ids, config.activation)
+        if self._shared_matrices is not None:
+            out = experts_and_shared(hidden, *experts, *self._shared_matrices)
+            if out is not None:
+                return self._tp.all_reduce(out)
         inner = hidden if self._to_latent is None else self._to_latent(hidden)
         shared = None if self._shared is None else self._shared.partial(hidden)
         if shared is not None and self._shared_gate is not None:
             shared = shared * F.linear(hidden, self._shared_gate).sigmoid()
         base = shared if self._from_latent is None else None
-        out = experts_mlp(inner, self._up, self._down, weights, ids, config.activation, base)
+        out = experts_mlp(inner, *experts, base)
         if self._from_latent is not None:
             out = self._from_latent.partial(out)
             out = out if shared is None else out + shared

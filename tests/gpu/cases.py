@@ -782,6 +782,37 @@ def check_penalties(module: ModuleType, device: str, num_rows: int, vocab: int) 
     assert_close(logits, expected.double())
 
 
+def check_experts_and_shared(
+    device: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    num_experts: int = 16,
+    hidden: int = 96,
+    inner: int = 80,
+    shared_inner: int = 200,
+    top_k: int = 3,
+) -> None:
+    from tandem.ops.experts import one_triton
+
+    rng = Random(device)
+    x = rng.normal(1, hidden, dtype=dtype)
+    up = (rng.normal(num_experts, inner, hidden) * hidden**-0.5).to(dtype)
+    down = (rng.normal(num_experts, hidden, inner) * inner**-0.5).to(dtype)
+    shared_up = (rng.normal(shared_inner, hidden) * hidden**-0.5).to(dtype)
+    shared_down = (rng.normal(hidden, shared_inner) * shared_inner**-0.5).to(dtype)
+    weights, ids = rng.normal(1, num_experts - 1).softmax(-1).topk(top_k)
+    up[-1] = down[-1] = torch.nan
+    own = activation_reference.relu2(x.float() @ shared_up.float().T) @ shared_down.float().T
+    expected = experts_reference.experts_mlp(
+        x.float(), up.float(), down.float(), weights, ids, "relu2", own
+    )
+    assert one_triton.takes(x, up, down, shared_up, shared_down, "relu2") is (dtype.itemsize == 2)
+    poison(64 * inner, device)
+    out = one_triton.experts_and_shared(x, up, down, weights, ids, shared_up, shared_down)
+    assert out.dtype == dtype
+    assert_close(out, expected)
+
+
 def check_places(device: str, num_tokens: int, num_experts: int, top_k: int = 3) -> None:
     """Rows of pairs in order within their expert, and tiles of 128 or 64 rows that cover them."""
     from tandem.ops.experts.prefill_triton import order_rows

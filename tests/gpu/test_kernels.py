@@ -296,6 +296,20 @@ def test_router_of_few_tokens(num_tokens, num_experts, top_k, inputs, kind):
     cases.check_router(route, CUDA, num_tokens, num_experts, top_k, inputs=inputs, **kind)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_experts": 128, "hidden": 2688, "inner": 1856, "shared_inner": 3712, "top_k": 6},
+        {"num_experts": 5, "hidden": 36, "inner": 20, "shared_inner": 33, "top_k": 2},
+        {"num_experts": 9, "hidden": 1000, "inner": 300, "shared_inner": 120, "top_k": 8},
+    ],
+    ids=["nano", "odd", "narrow"],
+)
+def test_experts_and_shared(shape, dtype):
+    cases.check_experts_and_shared(CUDA, dtype=dtype, **shape)
+
+
 def test_routing_of_nan_still_names_experts(ops):
     logits = torch.full((5, 12), torch.nan, device=CUDA)
     _, ids = ops.experts.route(logits, torch.zeros(12, device=CUDA), 3, 1, 1, True, 1.0)

@@ -49,6 +49,11 @@ class PackedLinear:
         """Whether the native kernel runs, on a copy of the weights of its own."""
         return self._packed is not None
 
+    @property
+    def matrix(self) -> torch.Tensor | None:
+        """The weight alone: None where there is a bias, too, or the weight was packed."""
+        return self._weight if self._bias is None else None
+
     def __call__(self, x: torch.Tensor, activation: str | None = None) -> torch.Tensor:
         """[..., K] → [..., N] in x.dtype, which is the dtype of the weight.
 

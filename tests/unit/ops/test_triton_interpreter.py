@@ -172,6 +172,16 @@ def test_router_of_few_tokens(num_tokens, kind):
     cases.check_router(route, "cpu", num_tokens, 12, 3, **shape, **kind)
 
 
+@pytest.mark.parametrize("shared_inner", [40, 33, 7])
+def test_experts_and_shared(shared_inner):
+    shape = {"num_experts": 4, "hidden": 24, "inner": 20, "top_k": 2}
+    tiles = {"BN": 4, "BK": 16, "num_warps": 1}
+    with trying("experts_one_up", tiles), trying("experts_one_down", tiles):
+        cases.check_experts_and_shared(
+            "cpu", dtype=torch.float32, shared_inner=shared_inner, **shape
+        )
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3, 9])
 @pytest.mark.parametrize("kind", ["relu2", "silu_gated"])
 def test_experts(kind, num_tokens):
