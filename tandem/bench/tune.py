@@ -104,7 +104,7 @@ def linear_searches() -> Iterator[Search]:
         for outputs, inputs, warps in itertools.product((1, 2, 4, 8), (1024, 2048, 4096), (2, 4, 8))
         if 32 <= outputs * inputs // (32 * warps) <= 128
     )
-    rows = grid(RUNS=(1, 2, 3, 4), AHEAD=(0, 512), num_stages=(3, 4, 6))
+    rows = grid(RUNS=(1, 2, 3, 4), num_stages=(3, 4, 6, 8))
     many: list[Tiles] = [{"LIBRARY": 1}]
     for tiles in rows:
         many.append({"BN": 64, "BK": 128, "IS_TURNED": 1, "num_warps": 4, **tiles})

@@ -2,10 +2,10 @@
 
 In a chain of short kernels, most of the time goes by while one drains and the next one starts. A
 kernel that is launched as dependent (programmatic dependent launch, compute capability 9.0 and
-later) may start as soon as every program of the kernel in front has said that it may; what it does
-before `wait_for_inputs` runs beside that kernel and must touch nothing that a kernel writes. Here
-that is reading weights ahead into the L2 cache. Behind `wait_for_inputs` everything that was
-launched before is complete, because every kernel waits, whether or not it has inputs to wait for.
+later) may start as soon as every program of the kernel in front has said that it may. What it does
+before `wait_for_inputs` runs beside that kernel and must touch nothing that a kernel writes: it may
+ask for weights. Behind `wait_for_inputs` everything that was launched before is complete, because
+every kernel waits, whether or not it has inputs to wait for.
 
 Imports Triton, so only the `triton.py` files import it.
 """
@@ -17,8 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-LINE_NBYTES = tl.constexpr(128)
 
 # Set by the bench alone, to time a chain without overlap.
 is_enabled = True
@@ -51,19 +49,6 @@ def wait_for_inputs(IS_DEPENDENT: tl.constexpr):
     """Returns when all kernels in front are complete; before it, only constants may be read."""
     if IS_DEPENDENT:
         gdc_wait()
-
-
-@triton.jit
-def read_ahead(p_line, m_line):
-    """Ask for the lines at addresses `p_line` to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred m; setp.ne.s32 m, $2, 0; @m prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [p_line.to(tl.int64), m_line.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -647,15 +647,16 @@ def check_linear(
     has_bias: bool = False,
     tiles: dict[str, int] | None = None,
 ) -> None:
-    """Rows and weights lie in wider memory; what is beside them is NaN."""
+    """Rows and weights lie in wider memory, at multiples of 16 bytes; beside them is NaN."""
     from tandem.ops.linear import triton as linear
 
     rng = Random(device)
-    x = rng.normal(num_rows, num_inputs + 8, dtype=dtype)
-    x[:, :8] = torch.nan
-    weight = (rng.normal(num_outputs, num_inputs + 16) * num_inputs**-0.5).to(dtype)
+    width = -(-(num_inputs + 8) // 8) * 8
+    x = rng.normal(num_rows, width, dtype=dtype)
+    x[:, :8] = x[:, 8 + num_inputs :] = torch.nan
+    weight = (rng.normal(num_outputs, width + 8) * num_inputs**-0.5).to(dtype)
     weight[:, num_inputs:] = torch.nan
-    x, weight = x[:, 8:], weight[:, :num_inputs]
+    x, weight = x[:, 8 : 8 + num_inputs], weight[:, :num_inputs]
     bias = rng.normal(num_outputs, dtype=dtype) if has_bias else None
     expected = x.float() @ weight.float().T
     if bias is not None:

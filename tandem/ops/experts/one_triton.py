@@ -88,7 +88,7 @@ def experts_and_shared(
 
 @triton.jit
 def _multiply(b_acc, b_w, p_w, p_x, scale, m_n, K: tl.constexpr, BK: tl.constexpr):
-    """b_acc [BN, BK] + rows p_w [BN, 1] times scale * p_x; b_w: the first of the K weights a row."""
+    """b_acc [BN, BK] + rows p_w [BN, 1] times scale * p_x; b_w: the first tile of weights."""
     o_k = tl.arange(0, BK)
     for first in tl.static_range(0, K, BK):
         b_x = tl.load(p_x + first + o_k, mask=first + o_k < K, other=0.0).to(tl.float32)

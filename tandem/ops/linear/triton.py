@@ -1,16 +1,18 @@
 """Linear layers of few rows as Triton kernels: what they take is the time to read the weights.
 
 One row: a program has a few outputs over all inputs, and asks for its first weights before the row
-is there. More rows: matrix instructions, over all inputs or, where there are too few outputs to
-keep the device busy, over one of a few runs of inputs. Runs are joined by the program that ends
-last, in the order of the inputs, so that the result does not depend on who that was.
+is there. More rows: matrix instructions on tiles that the hardware copies by tensor descriptors,
+over all inputs or, where there are too few outputs to keep the device busy, over one of a few runs
+of inputs. Runs are joined by the program that ends last, in the order of the inputs, so that the
+result does not depend on who that was.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tandem.ops.dependent import LINE_NBYTES, allow_next, dependent, read_ahead, wait_for_inputs
+from tandem.ops.dependent import allow_next, begin, dependent, wait_for_inputs
 from tandem.ops.tiles import kernel, num_processors
 from tandem.ops.tuning import Tiles, tuned
 
@@ -25,7 +27,7 @@ _MIN_RUN = 512
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bool:
-    """Whether `linear` can run: few rows of 16 bits."""
+    """Whether `linear` can run: few rows of 16 bits; more than one only where descriptors do."""
     return (
         x.dim() == 2
         and 0 < len(x) <= MAX_ROWS
@@ -34,6 +36,16 @@ def takes(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bool
         and x.stride(1) == weight.stride(1) == 1
         and activation in ACTIVATIONS
         and not x.requires_grad
+        and (len(x) == 1 or (_is_boxed(x) and _is_boxed(weight)))
+    )
+
+
+def _is_boxed(x: torch.Tensor) -> bool:
+    """Whether a descriptor can say where the rows lie."""
+    return (
+        torch.cuda.get_device_capability(x.device)[0] >= 9
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) % 8 == 0
     )
 
 
@@ -46,19 +58,24 @@ def counters(weight: torch.Tensor) -> torch.Tensor:
 def linear_tiles(num_rows: int, num_outputs: int, num_inputs: int, processors: int) -> Tiles:
     """Tiles where none were measured."""
     if num_rows == 1:
-        if num_inputs % 2048 == 0:
-            return {"BN": 2, "BK": 2048, "num_warps": 4}
+        if num_inputs % 2048 == 0 or num_inputs > 8192:
+            return {"BN": 2, "BK": 2048, "num_warps": 4 if num_inputs <= 4096 else 2}
         return {"BN": 4, "BK": min(1024, triton.next_power_of_2(num_inputs)), "num_warps": 2}
-    tiles = {"BN": 64, "BK": 128, "IS_TURNED": 1, "num_warps": 4}
-    programs = triton.cdiv(num_outputs, tiles["BN"])
-    if programs <= processors and num_rows <= 32:
-        runs = max(1, min(processors // programs, num_inputs // _MIN_RUN, 8))
-        return tiles | {"RUNS": runs, "AHEAD": 512, "num_stages": 6}
-    # Many waves of programs, or a little more than one of them, which is the library's case.
-    if programs > (2 if num_rows <= 16 else 8) * processors:
-        stages = 4 if num_rows <= 32 else 3
-        return tiles | {"RUNS": 1, "AHEAD": 0, "num_stages": stages}
-    return LIBRARY
+    is_few = num_rows <= 32
+    programs = triton.cdiv(num_outputs, 64)
+    tiles = {"BN": 64, "BK": 128, "IS_TURNED": 1, "RUNS": 1, "num_warps": 4, "num_stages": 6}
+    if programs <= processors:
+        if is_few:
+            runs = min(processors // programs, num_inputs // _MIN_RUN, 4)
+            return tiles | {"RUNS": max(1, runs)}
+        outputs = 32 if triton.cdiv(num_outputs, 32) <= processors else 64
+        return tiles | {"BN": outputs, "IS_TURNED": 0}
+    if programs <= 2 * processors:
+        # All programs at once, two to a processor: with less memory each.
+        return tiles | {"num_stages": 3} if is_few else LIBRARY
+    if programs > 8 * processors:
+        return tiles | {"num_stages": 4 if is_few else 3}
+    return tiles
 
 
 def linear(
@@ -118,9 +135,10 @@ def launch(
     parts = out
     if runs > 1:
         parts = torch.empty((runs, num_rows, num_outputs), dtype=torch.float32, device=x.device)
+    rows = max(16, triton.next_power_of_2(num_rows))
     linear_rows_kernel[(programs, runs)](
-        x,
-        weight,
+        TensorDescriptor.from_tensor(x, [rows, tiles["BK"]]),
+        TensorDescriptor.from_tensor(weight, [tiles["BN"], tiles["BK"]]),
         weight if bias is None else bias,
         out,
         parts,
@@ -128,13 +146,10 @@ def launch(
         num_rows,
         num_outputs,
         num_inputs,
-        x.stride(0),
-        weight.stride(0),
         out.stride(0),
         HAS_BIAS=bias is not None,
         ACTIVATION=ACTIVATIONS[activation],
-        IS_EVEN=num_inputs % (tiles["BK"] * runs) == 0,
-        BM=max(16, triton.next_power_of_2(num_rows)),
+        BM=rows,
         **tiles,
         **dependent(x.device),
     )
@@ -150,6 +165,16 @@ def _finish(b_out, p_bias, o_n, m_n, HAS_BIAS: tl.constexpr, ACTIVATION: tl.cons
         b_out = tl.where(b_out < 0.0, 0.0, b_out)  # NaN stays
         b_out = b_out * b_out
     return b_out
+
+
+@triton.jit
+def _add_tile(b_acc, b_w, p_x, p_tile, first, num_inputs, m_n, BK: tl.constexpr):
+    """(b_acc with inputs from `first` on, the weights of the inputs behind them)."""
+    o_k = first + tl.arange(0, BK)
+    b_x = tl.load(p_x + o_k, mask=o_k < num_inputs, other=0.0)
+    m_next = m_n[:, None] & (o_k + BK < num_inputs)[None, :]
+    b_next = tl.load(p_tile + first + BK, mask=m_next, other=0.0)
+    return b_acc + b_w.to(tl.float32) * b_x.to(tl.float32)[None, :], b_next
 
 
 @kernel
@@ -177,21 +202,20 @@ def linear_row_kernel(
     b_w = tl.load(p_tile, mask=m_n[:, None] & (o_k < num_inputs)[None, :], other=0.0)
     wait_for_inputs(IS_DEPENDENT)
     b_acc = tl.zeros([BN, BK], tl.float32)
-    for i in tl.static_range(NUM_TILES):
-        b_x = tl.load(p_x + i * BK + o_k, mask=i * BK + o_k < num_inputs, other=0.0)
-        b_now = b_w
-        if i + 1 < NUM_TILES:
-            m_next = m_n[:, None] & ((i + 1) * BK + o_k < num_inputs)[None, :]
-            b_w = tl.load(p_tile + (i + 1) * BK, mask=m_next, other=0.0)
-        b_acc += b_now.to(tl.float32) * b_x.to(tl.float32)[None, :]
+    if NUM_TILES <= 4:
+        for i in tl.static_range(NUM_TILES):
+            b_acc, b_w = _add_tile(b_acc, b_w, p_x, p_tile, i * BK, num_inputs, m_n, BK)
+    else:
+        for i in range(NUM_TILES):
+            b_acc, b_w = _add_tile(b_acc, b_w, p_x, p_tile, i * BK, num_inputs, m_n, BK)
     b_out = _finish(tl.sum(b_acc, 1), p_bias, o_n, m_n, HAS_BIAS, ACTIVATION)
     tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
 
 
 @kernel
 def linear_rows_kernel(
-    p_x,
-    p_w,
+    x_box,
+    w_box,
     p_bias,
     p_out,
     p_parts,
@@ -199,14 +223,10 @@ def linear_rows_kernel(
     num_rows,
     num_outputs,
     num_inputs,
-    x_row,
-    w_row,
     out_row,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    IS_EVEN: tl.constexpr,
     RUNS: tl.constexpr,
-    AHEAD: tl.constexpr,
     IS_TURNED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -216,48 +236,31 @@ def linear_rows_kernel(
     """BN outputs of up to BM rows over one of RUNS runs of inputs.
 
     IS_TURNED: outputs are the left operand, as wide instructions take at least 64 rows there.
-    AHEAD: so many inputs of the run are brought into the L2 cache before the rows are there.
     """
-    allow_next(IS_DEPENDENT)
+    begin(IS_DEPENDENT)
     i_n = tl.program_id(0)
     i_run = tl.program_id(1)
-    o_n = i_n * BN + tl.arange(0, BN)
-    o_m = tl.arange(0, BM)
-    o_k = tl.arange(0, BK)
-    m_n = o_n < num_outputs
-    m_m = o_m < num_rows
     length = tl.cdiv(tl.cdiv(num_inputs, RUNS), BK) * BK
     first = i_run * length
     stop = tl.minimum(first + length, num_inputs)
-    p_row = p_w + o_n.to(tl.int64)[:, None] * w_row
-    if IS_DEPENDENT and AHEAD > 0:
-        per_line: tl.constexpr = LINE_NBYTES // (p_w.dtype.element_ty.primitive_bitwidth // 8)
-        o_line = first + tl.arange(0, AHEAD // per_line) * per_line
-        read_ahead(p_row + o_line[None, :], m_n[:, None] & (o_line < stop)[None, :])
-    wait_for_inputs(IS_DEPENDENT)
-    p_x += o_m.to(tl.int64)[:, None] * x_row + (first + o_k)[None, :]
-    p_row += (first + o_k)[None, :]
     if IS_TURNED:
         b_acc = tl.zeros([BN, BM], tl.float32)
     else:
         b_acc = tl.zeros([BM, BN], tl.float32)
     for k in range(first, stop, BK):
-        if IS_EVEN:
-            b_w = tl.load(p_row, mask=m_n[:, None], other=0.0)
-            b_x = tl.load(p_x, mask=m_m[:, None], other=0.0)
-        else:
-            m_k = (o_k < stop - k)[None, :]
-            b_w = tl.load(p_row, mask=m_n[:, None] & m_k, other=0.0)
-            b_x = tl.load(p_x, mask=m_m[:, None] & m_k, other=0.0)
+        # What lies outside of a tensor is read as zero.
+        b_w = w_box.load([i_n * BN, k])
+        b_x = x_box.load([0, k])
         if IS_TURNED:
-            b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
+            b_acc = tl.dot(b_w, b_x.T, b_acc, input_precision="ieee")
         else:
-            b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
-        p_x += BK
-        p_row += BK
+            b_acc = tl.dot(b_x, b_w.T, b_acc, input_precision="ieee")
     if IS_TURNED:
         b_acc = tl.trans(b_acc)
-    m = m_m[:, None] & m_n[None, :]
+    o_n = i_n * BN + tl.arange(0, BN)
+    o_m = tl.arange(0, BM)
+    m_n = o_n < num_outputs
+    m = (o_m < num_rows)[:, None] & m_n[None, :]
     p_to = p_out + o_m.to(tl.int64)[:, None] * out_row + o_n[None, :]
     if RUNS == 1:
         b_out = _finish(b_acc, p_bias, o_n[None, :], m_n[None, :], HAS_BIAS, ACTIVATION)
