@@ -6,7 +6,7 @@ floor that every figure is printed beside.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -137,20 +137,40 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True)
+class AttentionWork:
+    """Attention of all layers that see as many tokens, over all heads.
+
+    nbytes_per_token: keys and values.
+    flops: of one query with one key.
+    window: tokens that a query sees, itself among them; None: all before it.
+    """
+
+    nbytes_per_token: int
+    flops: int
+    window: int | None = None
+
+    def num_seen(self, context: int) -> int:
+        return context if self.window is None else min(context, self.window)
+
+    def num_pairs(self, num_tokens: int) -> float:
+        """Of a whole prompt: each query with itself and with what it sees before it."""
+        seen = self.num_seen(num_tokens)
+        return seen * (seen + 1) / 2 + (num_tokens - seen) * seen
+
+
+@dataclass(frozen=True)
 class Work:
     """Matrix weights (held and used by one token), and bytes of state of one sequence.
 
     num_head_weights: of all, those that only sampled tokens use.
-    attention_flops: of one query with one key, over all heads and layers.
     """
 
     num_weights: int
     num_used_weights: int
     weight_nbytes: int
     state_nbytes: int
-    kv_nbytes_per_token: int
     num_head_weights: int = 0
-    attention_flops: int = 0
+    attention: tuple[AttentionWork, ...] = ()
     experts: tuple[ExpertLayer, ...] = ()
 
     def read_weights(self, num_tokens: int, touched: float | None = None) -> float:
@@ -171,13 +191,21 @@ def count_work(model: ModelConfig) -> Work:
     """Per rank 0 of 1. The embedding is read by row and not counted; the head is."""
     head = model.vocab_size * model.hidden_size
     held = used = head
-    flops = 0
+    spec = build_state_spec(model, tp=1, rank=0, page_tokens=1)
+    attention: dict[int | None, AttentionWork] = {}
     experts: list[ExpertLayer] = []
-    for layer in model.layers:
+    for index, layer in enumerate(model.layers):
         for mixer in layer.mixers:
             size = mixer_parameters(mixer, model.hidden_size)
             held, used = held + size, used + size
-            flops += attention_flops(mixer)
+            flops = attention_flops(mixer)
+            if flops:
+                window = mixer.window if isinstance(mixer, AttentionConfig) else None
+                nbytes = sum(item.nbytes for item in spec.page if item.layer == index)
+                before = attention.get(window, AttentionWork(0, 0, window))
+                attention[window] = AttentionWork(
+                    before.nbytes_per_token + nbytes, before.flops + flops, window
+                )
         item = layer.feed_forward
         if item is not None:
             all_of, one_of = feed_forward_parameters(item, model.hidden_size)
@@ -187,15 +215,13 @@ def count_work(model: ModelConfig) -> Work:
                 matrices = 3 if item.activation.endswith("_gated") else 2
                 size = matrices * width * item.intermediate_size
                 experts.append(ExpertLayer(item.num_experts, item.top_k, size))
-    spec = build_state_spec(model, tp=1, rank=0, page_tokens=16)
     return Work(
         num_weights=held,
         num_used_weights=used,
         weight_nbytes=held * dtype_nbytes(model.dtype),
         state_nbytes=spec.slot_nbytes,
-        kv_nbytes_per_token=spec.page_nbytes // 16,
         num_head_weights=head,
-        attention_flops=flops,
+        attention=tuple(attention.values()),
         experts=tuple(experts),
     )
 
@@ -204,10 +230,11 @@ def prefill_floor_s(work: Work, machine: Machine, num_tokens: int, num_rows: int
     """`num_rows` whole prompts of `num_tokens` each: their products, the head's for the last tokens
     alone, causal attention, and all state written."""
     total = num_rows * num_tokens
-    pairs = num_rows * num_tokens * (num_tokens + 1) / 2
-    return _sum_of_parts(
-        work, machine, total, num_rows, pairs=pairs, kv_tokens=total, moved_states=num_rows
-    )
+    attended = [
+        (total * item.nbytes_per_token, num_rows * item.num_pairs(num_tokens) * item.flops)
+        for item in work.attention
+    ]
+    return _sum_of_parts(work, machine, total, num_rows, attended=attended, moved_states=num_rows)
 
 
 def decode_floor_s(
@@ -217,16 +244,12 @@ def decode_floor_s(
 
     touched: see `Work.read_weights`.
     """
-    pairs = batch * context
+    attended = []
+    for item in work.attention:
+        pairs = batch * item.num_seen(context)
+        attended.append((pairs * item.nbytes_per_token, float(pairs * item.flops)))
     return _sum_of_parts(
-        work,
-        machine,
-        batch,
-        batch,
-        pairs=pairs,
-        kv_tokens=pairs,
-        moved_states=2 * batch,
-        touched=touched,
+        work, machine, batch, batch, attended=attended, moved_states=2 * batch, touched=touched
     )
 
 
@@ -236,14 +259,16 @@ def _sum_of_parts(
     num_tokens: int,
     num_sampled: int,
     *,
-    pairs: float,
-    kv_tokens: float,
+    attended: Sequence[tuple[int, float]],
     moved_states: int,
     touched: float | None = None,
 ) -> float:
     """Each part of a layer waits for the one before: while products are bound by operations, no
     state moves. So every part takes the longer of its bytes and its operations, and the parts add
-    up."""
+    up.
+
+    attended: bytes and operations of attention, one pair for each of `work.attention`.
+    """
 
     def longer(nbytes: float, flops: float) -> float:
         return max(nbytes / machine.bytes_per_s, flops / machine.flops_per_s)
@@ -257,6 +282,6 @@ def _sum_of_parts(
         longer(dense * weight_nbytes, 2.0 * dense * num_tokens)
         + longer(work.num_head_weights * weight_nbytes, 2.0 * work.num_head_weights * num_sampled)
         + longer(read * weight_nbytes, 2.0 * chosen * num_tokens)
-        + longer(kv_tokens * work.kv_nbytes_per_token, pairs * work.attention_flops)
+        + sum(longer(nbytes, flops) for nbytes, flops in attended)
         + longer(moved_states * work.state_nbytes, 0.0)
     )

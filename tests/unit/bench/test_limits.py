@@ -7,6 +7,7 @@ import pytest
 
 from tandem.bench import limits
 from tandem.bench.limits import (
+    AttentionWork,
     ExpertLayer,
     Machine,
     Work,
@@ -37,9 +38,8 @@ WORK = Work(
     num_used_weights=400,
     weight_nbytes=2000,
     state_nbytes=300,
-    kv_nbytes_per_token=7,
     num_head_weights=20,
-    attention_flops=6,
+    attention=(AttentionWork(nbytes_per_token=7, flops=6),),
     experts=(ExpertLayer(num_experts=8, top_k=2, num_weights=100),),
 )
 
@@ -68,7 +68,7 @@ def test_weights_are_counted_as_checkpoints_have_them(name: str, tmp_path: Path)
     assert work.weight_nbytes == 4 * work.num_weights
     spec = build_state_spec(ours, tp=1, rank=0, page_tokens=16)
     assert work.state_nbytes == spec.slot_nbytes
-    assert work.kv_nbytes_per_token * 16 == spec.page_nbytes
+    assert sum(item.nbytes_per_token for item in work.attention) * 16 == spec.page_nbytes
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,29 @@ def test_attention_is_counted_by_its_widths() -> None:
     block = SharedBlockConfig(0, True, attention, MLP, MAMBA, 1e-5)
     assert attention_flops(block) == attention_flops(attention)
     assert attention_flops(MAMBA) == 0
+
+
+def test_attention_within_a_window_sees_no_more(tmp_path: Path) -> None:
+    config = CASES["recurrent_gemma"].build().config
+    config.save_pretrained(tmp_path)
+    ours = load_model_config(tmp_path)
+    mixer = next(
+        item for layer in ours.layers for item in layer.mixers if isinstance(item, AttentionConfig)
+    )
+    (counted,) = count_work(ours).attention
+    assert counted.window == mixer.window == config.attention_window_size
+    layers = sum(isinstance(item, AttentionConfig) for each in ours.layers for item in each.mixers)
+    assert counted.nbytes_per_token == layers * 2 * mixer.num_kv_heads * mixer.head_dim * 4
+    seen = [min(query + 1, 4) for query in range(9)]
+    windowed = AttentionWork(nbytes_per_token=7, flops=6, window=4)
+    assert windowed.num_pairs(9) == sum(seen)
+    assert windowed.num_pairs(3) == 1 + 2 + 3
+    fast = replace(MACHINE, bytes_per_s=1e20)
+    work = replace(WORK, attention=(*WORK.attention, windowed))
+    more = prefill_floor_s(work, fast, 9, 2) - prefill_floor_s(WORK, fast, 9, 2)
+    assert more == pytest.approx(2 * 6 * sum(seen) / 1e10)
+    more = decode_floor_s(work, MACHINE, 1, 10) - decode_floor_s(WORK, MACHINE, 1, 10)
+    assert more == pytest.approx(7 * 4 / 1e9)
 
 
 @pytest.mark.parametrize("name", TINY)
