@@ -7,6 +7,8 @@ of inputs. Runs are joined by the program that ends last, in the order of the in
 result does not depend on who that was.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -42,11 +44,12 @@ def takes(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bool
 
 def _is_boxed(x: torch.Tensor) -> bool:
     """Whether a descriptor can say where the rows lie."""
-    return (
-        torch.cuda.get_device_capability(x.device)[0] >= 9
-        and x.data_ptr() % 16 == 0
-        and x.stride(0) % 8 == 0
-    )
+    return _has_descriptors(x.device) and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+
+
+@cache
+def _has_descriptors(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def counters(weight: torch.Tensor) -> torch.Tensor:
