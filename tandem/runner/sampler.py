@@ -78,7 +78,9 @@ def sample(
         where = (given["bias.row"], given["bias.token"])
         logits[where] = logits[where] + given["bias.value"]
     if "banned.row" in given:
-        logits[given["banned.row"], given["banned.token"]] = -torch.inf
+        where = (given["banned.row"], given["banned.token"])
+        # A number of the host would be copied, and the copy waited for.
+        logits[where] = torch.full_like(where[0], -torch.inf, dtype=logits.dtype)
     tokens = greedy
     if greedy is None or not given.keys().isdisjoint(("penalty.index", "bias.row", "banned.row")):
         tokens = None

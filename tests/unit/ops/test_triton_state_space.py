@@ -57,11 +57,3 @@ def test_selective_scan(lengths, has_state, is_random):
         has_gate=not is_random,
         is_random=is_random,
     )
-
-
-@pytest.mark.parametrize(
-    ("num_channels", "width", "tile"),
-    [(16 * 8192, 16, 32), (8192, 16, 8), (4 * 8192, 16, 32), (8192, 8, 16), (64, 128, 4)],
-)
-def test_few_channels_are_spread_over_more_threads(num_channels, width, tile):
-    assert selective_scan.channel_tile(num_channels, width, 128) == tile
