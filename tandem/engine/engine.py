@@ -361,7 +361,7 @@ class EngineCore:
         return delta
 
     def _advance_reads(self, reads: ReadDesk) -> None:
-        outcomes = self._advance_with_news(reads)
+        self._advance_with_news(reads)
         fresh = self._scheduler.next_reads()
         for request in fresh:
             state = self._cache.state(request.request_id)
@@ -373,7 +373,13 @@ class EngineCore:
                 start_token=request.num_cached_tokens,
             )
         if fresh:  # what is there to read is asked for now, not a step later
-            outcomes += self._advance_with_news(reads)
+            self._advance_with_news(reads)
+
+    def _advance_with_news(self, reads: ReadDesk) -> None:
+        outcomes = reads.advance()
+        for request_id, progress in reads.take_news():
+            outcomes += self._on_progress(reads, request_id, progress)
+        # At once: a read that has failed must not be started.
         for outcome in outcomes:
             if outcome.is_ready:
                 self._scheduler.on_read_ready(outcome.request_id)
@@ -381,12 +387,6 @@ class EngineCore:
                 self._scheduler.on_read_failed(outcome.request_id, outcome.error)
             if outcome.is_quiet and self._cache.is_quarantined(outcome.request_id):
                 self._cache.drained(outcome.request_id)
-
-    def _advance_with_news(self, reads: ReadDesk) -> list[ReadOutcome]:
-        outcomes = reads.advance()
-        for request_id, progress in reads.take_news():
-            outcomes += self._on_progress(reads, request_id, progress)
-        return outcomes
 
     def _on_progress(
         self, reads: ReadDesk, request_id: str, progress: Progress

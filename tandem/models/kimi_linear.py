@@ -66,7 +66,10 @@ def _attention_layers(keys: Keys) -> list[bool]:
     """Published configs count layers from 1, in two lists."""
     if keys.has("layer_types"):
         return read_layer_names(
-            keys, ("layer_types",), {"linear_attention": False, "full_attention": True}
+            keys,
+            ("layer_types",),
+            {"linear_attention": False, "full_attention": True},
+            count=read_num_layers(keys),
         )
     count, linear = read_num_layers(keys), keys.section("linear_attn_config")
     attention = linear.indices("full_attn_layers", count + 1)
@@ -81,7 +84,12 @@ def _attention_layers(keys: Keys) -> list[bool]:
 
 def _sparse_layers(keys: Keys) -> list[bool]:
     if keys.has("mlp_layer_types"):
-        return read_layer_names(keys, ("mlp_layer_types",), {"dense": False, "sparse": True})
+        return read_layer_names(
+            keys,
+            ("mlp_layer_types",),
+            {"dense": False, "sparse": True},
+            count=read_num_layers(keys),
+        )
     num_dense = keys.integer("first_k_dense_replace", default=1, minimum=0)
     step = keys.integer("moe_layer_freq", default=1)
     return [layer >= num_dense and layer % step == 0 for layer in range(read_num_layers(keys))]

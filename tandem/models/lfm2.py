@@ -55,7 +55,7 @@ def _read(keys: Keys, feed_forwards: list[FeedForwardConfig]) -> ModelConfig:
 
 def _kinds(keys: Keys) -> list[str]:
     if keys.has("layer_types") or not keys.has("full_attn_idxs"):
-        return read_layer_names(keys, ("layer_types",), _LAYER_TYPES)
+        return read_layer_names(keys, ("layer_types",), _LAYER_TYPES, count=read_num_layers(keys))
     attention = keys.indices("full_attn_idxs", read_num_layers(keys))
     return ["attention" if i in attention else "conv" for i in range(read_num_layers(keys))]
 

@@ -44,18 +44,27 @@ class _Stored:
 class Checkpoint:
     """The safetensors files of an HF folder and the tensors in them.
 
-    Raises: ModelError naming the file when a shard is missing, damaged or truncated.
+    Raises: ModelError naming the file when a shard is missing, damaged or truncated, or the tensors
+        that lie in two of them.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.folder = Path(path)
         self._stored: dict[str, _Stored] = {}
+        twice: list[str] = []
         for file in weight_files(self.folder):
             with _open(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a mapping
+                    if name in self._stored:
+                        twice.append(f"{name} in {self._stored[name].file.name} and {file.name}")
                     stored = handle.get_slice(name)
                     shape = tuple(stored.get_shape())
                     self._stored[name] = _Stored(file, shape, stored.get_dtype())
+        if twice:
+            raise ModelError(
+                f"{self.folder}: {len(twice)} tensors lie in two files: {_listed(twice)}; "
+                "remove the files that are stale"
+            )
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored
@@ -91,6 +100,12 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(
                 f"{index} has no weight_map of names to files; {_REDOWNLOAD}"
             ) from None
+        if "model.safetensors" not in names and (folder / "model.safetensors").exists():
+            # Other loaders take the single file; one of the two is of another checkpoint.
+            raise ModelError(
+                f"{folder} has model.safetensors and {_INDEX}, which does not name it; "
+                "remove the one that is stale"
+            )
         files = [folder / name for name in names]
     else:
         # The second name is that of models with a params.json.

@@ -24,8 +24,11 @@ def read_attention_layers(keys: Keys) -> list[bool]:
     return [(index + 1) % interval == 0 for index in range(read_num_layers(keys))]
 
 
-def read_layer_names(keys: Keys, names: Sequence[str], known: Mapping[str, T]) -> list[T]:
-    """`known` of each name in the list under the first of the keys `names` that is there."""
+def read_layer_names(
+    keys: Keys, names: Sequence[str], known: Mapping[str, T], *, count: int | None = None
+) -> list[T]:
+    """`known` of each name in the list under the first of the keys `names` that is there; `count`:
+    how many there must be."""
     found = keys.get(*names)
     if not isinstance(found, list) or not found:
         raise ModelError(f"{keys.source}: {names[0]}={found!r}; expected a list of names")
@@ -33,5 +36,10 @@ def read_layer_names(keys: Keys, names: Sequence[str], known: Mapping[str, T]) -
     if unknown:
         raise ModelError(
             f"{keys.source}: {names[0]} has {', '.join(unknown)}; supported: {', '.join(known)}"
+        )
+    if count is not None and len(found) != count:
+        raise ModelError(
+            f"{keys.source}: {names[0]} names {len(found)} layers; expected {count}, as "
+            "num_hidden_layers says"
         )
     return [known[str(name)] for name in found]

@@ -197,3 +197,22 @@ def test_prefix_is_the_one_in_use(tmp_path: Path, table: torch.Tensor) -> None:
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.prefix(["backbone.", "model."]) == "model."
     assert checkpoint.prefix(["x.", "y."]) == "x."
+
+
+def test_tensors_in_two_files_are_named(tmp_path: Path, table: torch.Tensor) -> None:
+    """Which of them is meant nobody can tell: a stale file beside a new one must not be served."""
+    save_file({"a": table, "b": table + 2}, tmp_path / "model-1.safetensors")
+    save_file({"b": table + 1}, tmp_path / "model-2.safetensors")
+    with pytest.raises(ModelError, match=r"1 tensors lie in two files: b in model-1\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_beside_a_file_that_it_does_not_name_is_refused(
+    tmp_path: Path, table: torch.Tensor
+) -> None:
+    save_file({"a": table}, tmp_path / "model.safetensors")
+    save_file({"a": table + 1}, tmp_path / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="which does not name it; remove the one that is stale"):
+        Checkpoint(tmp_path)
