@@ -285,6 +285,7 @@ def test_router_of_many_tokens(num_tokens, num_experts, top_k, inputs, kind):
     [
         (1, 128, 6, 2688, {}),
         (64, 128, 6, 2688, {}),
+        (250, 128, 6, 2688, {}),
         (17, 130, 8, 1000, {"score": "softmax", "has_bias": False}),
         (33, 256, 8, 512, {"groups": (8, 4)}),
         (5, 7, 2, 40, {}),

@@ -15,7 +15,7 @@ from tandem.ops.experts.routing import route_parts
 from tandem.ops.tiles import kernel
 from tandem.ops.tuning import Tiles, tuned
 
-MAX_TOKENS = 64
+MAX_TOKENS = 256
 _TOKENS = 16
 
 
