@@ -61,7 +61,10 @@ def _read(keys: Keys) -> ModelConfig:
 def _attention_layers(keys: Keys) -> list[bool]:
     if keys.has("layer_types"):
         return read_layer_names(
-            keys, ("layer_types",), {"linear_attention": False, "full_attention": True}
+            keys,
+            ("layer_types",),
+            {"linear_attention": False, "full_attention": True},
+            count=read_num_layers(keys),
         )
     size = keys.integer("layer_group_size", default=6)
     return [(index + 1) % size == 0 for index in range(read_num_layers(keys))]

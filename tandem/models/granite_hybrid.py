@@ -21,6 +21,7 @@ from tandem.models.reading import (
     read_head_dim,
     read_layer_names,
     read_mamba2,
+    read_num_layers,
     read_rotary,
 )
 
@@ -34,6 +35,7 @@ _LAYER_TYPES = {
 
 def _read(keys: Keys) -> ModelConfig:
     norm_eps = keys.number("rms_norm_eps", default=1e-6)
+    keys.one_of("normalization_function", ("rmsnorm",), "rmsnorm")
     positions = keys.one_of("position_embedding_type", ("nope", "rope"), "nope")
     mixers: dict[str, MixerConfig] = {
         "mamba2": read_mamba2(keys, norm_eps),
@@ -43,7 +45,12 @@ def _read(keys: Keys) -> ModelConfig:
             scale=keys.number("attention_multiplier", default=1.0),
         ),
     }
-    names = read_layer_names(keys, ("layer_types", "layers_block_type"), _LAYER_TYPES)
+    names = read_layer_names(
+        keys,
+        ("layer_types", "layers_block_type"),
+        _LAYER_TYPES,
+        count=read_num_layers(keys),
+    )
     feed_forward = _feed_forward(keys)
     return build_model_config(
         keys,

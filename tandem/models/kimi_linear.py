@@ -49,6 +49,8 @@ def _read(keys: Keys) -> ModelConfig:
     num_experts = keys.integer("num_experts", "num_local_experts", default=0, minimum=0)
     sparse: FeedForwardConfig = dense
     if num_experts:
+        if keys.integer("num_expert_group", "n_group", default=1) > 1:
+            keys.only("use_grouped_topk", True)
         sparse = read_shared_experts(
             keys,
             num_experts=num_experts,

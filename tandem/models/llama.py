@@ -10,10 +10,13 @@ from tandem.models.reading import (
     read_head_dim,
     read_num_layers,
     read_rotary,
+    refuse_window,
 )
 
 
 def _read(keys: Keys) -> ModelConfig:
+    if keys.flag("use_sliding_window", True):
+        refuse_window(keys)
     attention = read_attention(keys, rotary=read_rotary(keys, read_head_dim(keys)))
     layer = LayerConfig((attention,), read_gated_mlp(keys))
     return build_model_config(

@@ -17,6 +17,9 @@ from tandem.models.reading import check_groups, read_num_layers
 def _read(keys: Keys) -> ModelConfig:
     norm_eps = keys.number("layer_norm_epsilon", default=1e-5)
     keys.one_of("hidden_act", ("silu",), "silu")
+    # `norm_before_gate` steers nothing in transformers, and published configs say true of models
+    # whose gate comes first.
+    keys.only("rms_norm", True)
     hidden_size, expand = keys.integer("hidden_size"), keys.integer("expand", default=2)
     mamba = Mamba2Config(
         num_heads=keys.integer("num_heads", maximum=MAX_HEADS),

@@ -48,6 +48,7 @@ def _read(keys: Keys) -> ModelConfig:
     keys.one_of("hidden_act", ("silu",), "silu")
     refuse_window(keys)
     keys.only("postnorm", True)
+    keys.only("use_qk_norm", False)
     keys.integer("shared_intermediate_size", default=0, minimum=0, maximum=0)
     head_dim = read_head_dim(keys)
     rotary = read_rotary(keys, head_dim, theta=1e6)
@@ -74,11 +75,11 @@ def _read(keys: Keys) -> ModelConfig:
 
 
 def _attention_layers(keys: Keys) -> list[bool]:
+    count = read_num_layers(keys)
     if keys.has("attn_type_list"):
-        return read_layer_names(keys, ("attn_type_list",), {"0": False, "1": True})
-    return read_layer_names(
-        keys, ("layer_types",), {"linear_attention": False, "full_attention": True}
-    )
+        return read_layer_names(keys, ("attn_type_list",), {"0": False, "1": True}, count=count)
+    known = {"linear_attention": False, "full_attention": True}
+    return read_layer_names(keys, ("layer_types",), known, count=count)
 
 
 def _lightning(keys: Keys, layer: int, attention: AttentionConfig) -> LinearAttentionConfig:

@@ -32,6 +32,7 @@ def _read(
 ) -> ModelConfig:
     """`feed_forward`: of one layer."""
     norm_eps = keys.number("rms_norm_eps", default=1e-6)
+    keys.only("attn_output_gate", True)
     attention = read_attention(
         keys,
         rotary=read_rotary(keys, read_head_dim(keys), partial=0.25),

@@ -30,6 +30,7 @@ _BLOCK_TYPES = {"recurrent": False, "attention": True}
 def _read(keys: Keys) -> ModelConfig:
     hidden_size = keys.integer("hidden_size")
     keys.one_of("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    keys.only("embeddings_scale_by_sqrt_dim", True)
     attention = read_attention(
         keys,
         rotary=read_rotary(keys, read_head_dim(keys), partial=0.5),

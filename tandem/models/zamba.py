@@ -58,10 +58,16 @@ def _read2(keys: Keys) -> ModelConfig:
             f"{keys.source}: n_mamba_heads={num_heads} does not divide mamba_expand * hidden_size "
             f"= {inner_size}"
         )
+    head_dim = inner_size // num_heads
+    if keys.integer("mamba_headdim", default=head_dim) != head_dim:
+        raise ModelError(
+            f"{keys.source}: mamba_headdim={keys.get('mamba_headdim')}; expected {head_dim}, as "
+            "mamba_expand * hidden_size / n_mamba_heads says"
+        )
     has_bias = keys.flag("add_bias_linear", False)
     mixer = Mamba2Config(
         num_heads=num_heads,
-        head_dim=inner_size // num_heads,
+        head_dim=head_dim,
         num_groups=keys.integer("mamba_ngroups", default=1),
         state_size=keys.integer("mamba_d_state", default=64),
         conv_kernel=keys.integer("mamba_d_conv", default=4, minimum=2),
@@ -134,11 +140,12 @@ def _attention(keys: Keys, has_rotary: bool) -> AttentionConfig:
 
 def _blocks(keys: Keys) -> list[bool]:
     """Which layers have a shared block in front."""
+    count = read_num_layers(keys)
     if keys.has("layers_block_type") or keys.has("layer_types"):
-        return read_layer_names(keys, ("layers_block_type", "layer_types"), _BLOCK_TYPES)
+        names = ("layers_block_type", "layer_types")
+        return read_layer_names(keys, names, _BLOCK_TYPES, count=count)
     period = keys.integer("attn_layer_period", default=6)
     offset = keys.integer("attn_layer_offset", default=4, minimum=0)
-    count = read_num_layers(keys)
     # The first is the third layer; the period counts from the one behind it.
     return [layer == 2 or (layer > 2 and (layer - 3) % period == offset) for layer in range(count)]
 

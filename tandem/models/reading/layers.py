@@ -18,7 +18,10 @@ def read_attention_layers(keys: Keys) -> list[bool]:
     every so many layers the last."""
     if keys.has("layer_types"):
         return read_layer_names(
-            keys, ("layer_types",), {"linear_attention": False, "full_attention": True}
+            keys,
+            ("layer_types",),
+            {"linear_attention": False, "full_attention": True},
+            count=read_num_layers(keys),
         )
     interval = keys.integer("full_attention_interval", default=4)
     return [(index + 1) % interval == 0 for index in range(read_num_layers(keys))]

@@ -329,6 +329,44 @@ PLAMO_2_1B: dict[str, Any] = {
     "use_predefined_initial_state": False,
     "vocab_size": 100000,
 }
+MAMBA2_130M: dict[str, Any] = {
+    "model_type": "mamba2",
+    "chunk_size": 256,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 768,
+    "layer_norm_epsilon": 1e-05,
+    "n_groups": 1,
+    "norm_before_gate": True,
+    "num_heads": 24,
+    "num_hidden_layers": 24,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "state_size": 128,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 50288,
+}
+LLAMA_3_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
 
 
 @pytest.mark.parametrize(
@@ -344,6 +382,8 @@ PLAMO_2_1B: dict[str, Any] = {
         (RECURRENT_GEMMA_2B, 2.68, 2.68),
         (LFM2_1B, 1.17, 1.17),
         (PLAMO_2_1B, 1.29, 1.29),
+        (MAMBA2_130M, 0.13, 0.13),
+        (LLAMA_3_8B, 8.03, 8.03),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -407,6 +447,27 @@ def test_zamba2_uses_two_blocks_by_turns(tmp_path: Path) -> None:
         (RECURRENT_GEMMA_2B, {"hidden_activation": "relu"}, "hidden_activation='relu' is not"),
         (LFM2_1B, {"full_attn_idxs": [16]}, "a list of numbers in 0..15"),
         (PLAMO_2_1B, {"use_predefined_initial_state": True}, "use_predefined_initial_state=true"),
+        (GRANITE_H_SMALL, {"num_hidden_layers": 41}, "layer_types names 40 layers; expected 41"),
+        (GRANITE_H_SMALL, {"normalization_function": "layernorm"}, "='layernorm' is not supported"),
+        (QWEN3_NEXT_80B, {"layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+        (QWEN3_NEXT_80B, {"attn_output_gate": False}, "attn_output_gate=false is not supported"),
+        (MINIMAX_TEXT_01, {"attn_type_list": [0, 1]}, "attn_type_list names 2 layers; expected 80"),
+        (
+            {**MINIMAX_TEXT_01, "attn_type_list": None},
+            {"layer_types": ["full_attention"]},
+            "layer_types names 1 layers; expected 80",
+        ),
+        (MINIMAX_TEXT_01, {"use_qk_norm": True}, "use_qk_norm=true is not supported"),
+        (ZAMBA2_7B, {"num_hidden_layers": 80}, "layers_block_type names 81 layers; expected 80"),
+        (ZAMBA2_7B, {"mamba_headdim": 128}, "mamba_headdim=128; expected 64"),
+        (
+            KIMI_LINEAR_48B,
+            {"num_expert_group": 4, "use_grouped_topk": False},
+            "use_grouped_topk=false is not supported",
+        ),
+        (RECURRENT_GEMMA_2B, {"embeddings_scale_by_sqrt_dim": False}, "sqrt_dim=false is not"),
+        (MAMBA2_130M, {"rms_norm": False}, "rms_norm=false is not supported; expected true"),
+        (LLAMA_3_8B, {"sliding_window": 4096}, "sliding_window is not supported for llama"),
     ],
 )
 def test_refusals_name_key_and_value(
