@@ -138,6 +138,7 @@ MINIMAX = Family(
     prefixes=("model.",),
     embedding="embed_tokens.weight",
     final_norm="norm.weight",
+    oracle="transformers, loop over tokens",
     # Decays that follow from the number of the head and of the layer.
     ignored=(r"self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$",),
 )

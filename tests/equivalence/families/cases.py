@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.equivalence.families.minimax_loop import MiniMaxText01
 from tests.equivalence.families.plamo2_loop import Plamo2
 
 VOCAB = 512
@@ -458,6 +459,37 @@ CASES: dict[str, Case] = {
             "mlp_alpha_factor": 1.1,
             "mlp_beta_factor": 0.7,
         },
+    ),
+    "minimax_text_01": Case(
+        "",
+        "",
+        {
+            "model_type": "minimax_text_01",
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "rope_theta": 10000.0,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_type_list": [0, 1, 0, 1],
+            "layernorm_full_attention_alpha": 1.5,
+            "layernorm_full_attention_beta": 0.8,
+            "layernorm_linear_attention_alpha": 1.2,
+            "layernorm_linear_attention_beta": 0.9,
+            "layernorm_mlp_alpha": 1.1,
+            "layernorm_mlp_beta": 0.7,
+            "postnorm": True,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "dtype": "float32",
+        },
+        make=MiniMaxText01,
     ),
     "recurrent_gemma": Case(
         "RecurrentGemmaConfig",
