@@ -254,6 +254,7 @@ def bench_offline(
     **settings: Any,
 ) -> None:
     """What one engine does without HTTP, beside the machine's limits. Defaults fit the machine."""
+    _require_writable(out=out)
     _require_counts(
         steps=[steps] if steps is not None else None,
         decode_prompt=[decode_prompt] if decode_prompt is not None else None,
@@ -342,6 +343,7 @@ def bench_transfer(
     from tandem.bench.transfer import render, run_transfer
     from tandem.models.registry import load_model_config
 
+    _require_writable(out=out)
     _require_counts(prompts=prompts, rounds=[rounds], move_tokens=[move_tokens])
     tandem_log.configure(log_level)
     config = _bench_config(model or "hybrid-long", settings)
@@ -386,6 +388,7 @@ def bench_faults(
 
     from tandem.bench.faults.runner import choose, render, run_faults, summary
 
+    _require_writable(json=json_path)
     scenarios = choose(scenario or [])
     tandem_log.configure(log_level)
     console = Console(highlight=False, soft_wrap=True)
@@ -441,6 +444,7 @@ def bench_serve(
     from tandem.bench.serve import Load, render_serve, run_serve
 
     levels = concurrency or [1, 8, 32]
+    _require_writable(out=out)
     _require_counts(isl=[isl], osl=[osl], concurrency=levels)
     if requests is not None:
         _require_counts(requests=[requests])
@@ -476,6 +480,7 @@ def bench_kernels(
     from tandem.bench import kernels
     from tandem.bench import tune as tuning
 
+    _require_writable(out=out)
     kernels.require_gpu()
     tandem_log.configure(log_level)
     path = None if out is None else Path(out)
@@ -492,6 +497,14 @@ def _require_counts(**named: list[int] | None) -> None:
     for name, counts in named.items():
         if any(count < 1 for count in counts or ()):
             raise ConfigError(f"{name}={min(counts or ())}; expected at least 1")
+
+
+def _require_writable(**paths: str | None) -> None:
+    """Before minutes of measurement, not behind them."""
+    for name, path in paths.items():
+        folder = os.path.dirname(os.path.abspath(path)) if path is not None else None
+        if path is not None and (not os.path.isdir(str(folder)) or os.path.isdir(path)):
+            raise ConfigError(f"{name}={path!r}; expected a file in a folder that exists")
 
 
 def _bench_config(model: str | None, settings: dict[str, Any]) -> EngineConfig:

@@ -163,6 +163,9 @@ def default_cases(
     texts = prompts or (["1x1024", "1x8192", "1x30000", "16x8192"] if is_gpu else ["512"])
     parsed = tuple(parse_prompts(text) for text in texts if text != "none")
     batch = tuple(batches or ([1, 8, 32, 64, 128, 256] if is_gpu else [1, 8, 32]))
+    unknown = sorted(set(profiled or ()) - set(batch))
+    if unknown:
+        raise ConfigError(f"profile={unknown[0]}; expected one of the batches {list(batch)}")
     mixed = mixed or ("512x1024x256" if is_gpu else "none")
     prompt = decode_prompt or (512 if is_gpu else 64)
     if is_gpu:

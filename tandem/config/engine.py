@@ -3,6 +3,7 @@
 Flags, their help and their defaults are generated from these fields (config/args.py).
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,10 +111,8 @@ class SchedulerOptions:
         ):
             _require(
                 value in ("auto", "off")
-                or all(
-                    item.isascii() and item.isdigit() and int(item) > 0 for item in value.split(",")
-                ),
-                f"{name}={value!r}; expected auto, off or {expected}",
+                or all(re.fullmatch("[1-9][0-9]{0,6}", item) for item in value.split(",")),
+                f"{name}={value!r:.60}; expected auto, off or {expected}",
             )
         _require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs}; expected at least 1")
         _require(

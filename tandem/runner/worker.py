@@ -70,13 +70,14 @@ def _graph_rows(config: EngineConfig, device: torch.device) -> list[int] | None:
 
 
 def _graph_tokens(config: EngineConfig, device: torch.device) -> list[int]:
-    """Numbers of tokens whose prefill steps are recorded."""
+    """Numbers of tokens whose prefill steps are recorded; no step is longer than the budget."""
     setting = config.scheduler.prefill_graphs
+    budget = config.scheduler.budget_tokens
     if setting == "off" or (setting == "auto" and device.type != "cuda"):
         return []
     if setting == "auto":
-        return bucket_tokens(config.scheduler.budget_tokens)
-    return sorted({int(tokens) for tokens in setting.split(",")})
+        return bucket_tokens(budget)
+    return sorted({min(int(tokens), budget) for tokens in setting.split(",")})
 
 
 def plans_in_flight(config: EngineConfig) -> int:

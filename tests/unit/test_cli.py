@@ -293,6 +293,20 @@ def test_bench_refuses_counts_below_one(run, nano, what, flags):
     assert "expected at least 1" in err
 
 
+@pytest.mark.parametrize("what", ["offline", "transfer"])
+def test_bench_refuses_a_file_that_it_could_not_write_before_it_measures(run, nano, tmp_path, what):
+    path = tmp_path / "missing" / "out.json"
+    status, out, err = run("bench", what, nano, "--out", str(path))
+    assert (status, out) == (2, "")
+    assert f"out={str(path)!r}; expected a file in a folder that exists" in err
+
+
+def test_bench_refuses_to_profile_a_batch_that_it_does_not_measure(run, nano):
+    status, _, err = run("bench", "offline", nano, "--batches", "2", "--profile", "3")
+    assert status == 2
+    assert "profile=3; expected one of the batches [2]" in err
+
+
 @pytest.mark.parametrize("flag", ["--prompts", "--rounds", "--move-tokens"])
 def test_bench_transfer_refuses_counts_below_one(run, nano, flag):
     status, _, err = run("bench", "transfer", nano, flag, "0")
